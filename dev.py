@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""The developer's one command. Standard library only: it runs on a machine that has Python 3.11 and pip.
+
+python3 dev.py test       lint, types, and the whole suite on PostgreSQL 18 (its own) and 15 (if installed)
+python3 dev.py demo       a PostgreSQL of its own, sample tasks, and what became of them
+python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
+python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
+python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
+python3 dev.py bench      how fast submits are, beside bare INSERT and COPY (--help for choices)
+python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
+python3 dev.py setup      make .venv and install everything into it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / "python"
+POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
+CODE = ["tasklib", "daemon", "tests", "bench", "examples", "dev.py"]
+
+
+def main(arguments: list[str]) -> int:
+    command, *options = arguments or ["--help"]
+    commands = {
+        "setup": setup,
+        "lint": lint,
+        "test": test,
+        "demo": lambda options: run_in_venv("examples/demo.py", *options),
+        "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
+        "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
+        "bench": lambda options: run_in_venv("bench/submit.py", *options),
+        "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
+    }
+    if command not in commands:
+        print(__doc__)
+        return 0 if command in {"-h", "--help", "help"} else 2
+    os.chdir(ROOT)
+    setup([])
+    return commands[command](options)
+
+
+def setup(_options: list[str]) -> int:
+    """Make the environment, unless it is there and fits."""
+    stamp, wanted = VENV / "installed", fingerprint()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return 0
+    announce("installing into .venv")
+    make_venv()
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[dev]"], check=True)
+    stamp.write_text(wanted)
+    return 0
+
+
+def fingerprint() -> str:
+    parts = [sys.version.encode(), str(ROOT).encode()]
+    parts += [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def make_venv() -> None:
+    """Debian splits ensurepip off; then this Python's own pip installs one into the environment."""
+    if importlib.util.find_spec("ensurepip") is not None:
+        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--quiet", "pip"], check=True)
+
+
+def lint(_options: list[str]) -> int:
+    return run_all(
+        ("ruff", [BIN / "ruff", "check", *CODE]),
+        ("format", [BIN / "ruff", "format", "--check", *CODE]),
+        ("mypy", [BIN / "mypy"]),
+        ("pyright", [BIN / "basedpyright", "--level", "error"]),
+        ("imports", [BIN / "lint-imports"]),
+        ("spelling", [BIN / "codespell", "tasklib", "daemon", "tests", "docs", "README.md", "CHANGELOG.md"]),
+    )
+
+
+def test(options: list[str]) -> int:
+    if options:
+        return run_in_venv("-m", "pytest", *options)
+    (ROOT / ".coverage").unlink(missing_ok=True)
+    covered = [PYTHON, "-m", "coverage", "run", "-m", "pytest", "--durations=10"]
+    failed = lint([]) or run_all(
+        ("suite on PostgreSQL 18", covered),
+        ("coverage", [PYTHON, "-m", "coverage", "combine", "--quiet"]),
+        ("coverage", [PYTHON, "-m", "coverage", "report"]),
+        ("mutants", [PYTHON, "tests/mutants.py", "--quick"]),
+    )
+    return failed or test_on_15()
+
+
+def test_on_15() -> int:
+    if not (POSTGRES_15 / "postgres").exists():
+        announce("SKIPPED: THE SUITE ON POSTGRESQL 15. apt-get install postgresql-15 to run it here.")
+        return 0
+    os.environ["TASKLIB_PG_BIN"] = str(POSTGRES_15)
+    # The launcher's own tests try both versions already.
+    suite = [PYTHON, "-m", "pytest", "tests/integration", "--ignore=tests/integration/test_embedded.py"]
+    return run_all(("suite on PostgreSQL 15", suite))
+
+
+def run_all(*steps: tuple[str, list[str | Path]]) -> int:
+    for name, command in steps:
+        announce(name)
+        began = time.monotonic()
+        code = subprocess.run([str(word) for word in command], check=False).returncode
+        if code:
+            announce(f"{name} failed")
+            return code
+        print(f"   {time.monotonic() - began:.1f} s", flush=True)
+    return 0
+
+
+def run_in_venv(*words: str) -> int:
+    return subprocess.run([str(PYTHON), *words], check=False).returncode
+
+
+def announce(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

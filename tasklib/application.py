@@ -1,0 +1,140 @@
+"""The module-level functions: a default client, made by `init`, and thin calls to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+from tasklib.client import AsyncClient, Client
+from tasklib.config import Config
+from tasklib.database import Database
+from tasklib.errors import NotInitialised
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from datetime import datetime, timedelta
+    from uuid import UUID
+
+    from tasklib.ids import TaskId
+    from tasklib.options import OnCrash
+    from tasklib.record import Task
+    from tasklib.statements import ListFilters
+    from tasklib.submission import NewTask
+    from tasklib.task import TaskFunction
+
+
+@dataclass(frozen=True, slots=True)
+class _Application:
+    config: Config
+    client: Client
+    async_client: AsyncClient
+
+
+_application: _Application | None = None
+
+
+def init(config: Config | None = None) -> None:
+    """Say which database to use; without a Config, the one that the environment names (DATABASE_URL or PG*).
+
+    Opens no connection. Calling it again replaces the default client; connections of the one before are closed.
+    """
+    global _application  # noqa: PLW0603 - the one default of the module-level functions
+    config = config or Config.from_environment()
+    database = Database(config)
+    previous = _application
+    _application = _Application(config, Client(config, database), AsyncClient(config, database))
+    if previous is not None:
+        previous.client.close()
+
+
+def default_client() -> Client:
+    return _initialised().client
+
+
+def default_async_client() -> AsyncClient:
+    return _initialised().async_client
+
+
+def _initialised() -> _Application:
+    if _application is None:
+        raise NotInitialised("call tasklib.init(tasklib.Config(database_url=...)) before using tasklib")
+    return _application
+
+
+async def submit_task(
+    func: TaskFunction[..., Any] | str,
+    /,
+    *args: Any,
+    delay_seconds: float | timedelta = 0,
+    max_retries: int | None = None,
+    timeout_seconds: float | None = None,
+    priority: int | None = None,
+    tags: Mapping[str, Any] | None = None,
+    queue: str | None = None,
+    scheduled_at: datetime | None = None,
+    expires_at: datetime | None = None,
+    idempotency_key: str | None = None,
+    store_result: bool | None = None,
+    on_crash: OnCrash | None = None,
+    connection: Any = None,
+    **kwargs: Any,
+) -> TaskId:
+    """Submit a task and return its id, once it is committed.
+
+    Higher `priority` runs first. With `connection`, a psycopg connection, the submit is part of that connection's
+    transaction: rolled back means never existed. A task can be named by a string when its function is not at hand.
+    """
+    return await default_async_client().submit_task(
+        func,
+        *args,
+        delay_seconds=delay_seconds,
+        max_retries=max_retries,
+        timeout_seconds=timeout_seconds,
+        priority=priority,
+        tags=tags,
+        queue=queue,
+        scheduled_at=scheduled_at,
+        expires_at=expires_at,
+        idempotency_key=idempotency_key,
+        store_result=store_result,
+        on_crash=on_crash,
+        connection=connection,
+        **kwargs,
+    )
+
+
+def submit_task_sync(func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
+    """`submit_task` for code that is not async; takes the same options."""
+    return default_client().submit_task(func, *args, **kwargs)
+
+
+async def submit_many(tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
+    """Submit what `function.new(...)` made: all or none, in one transaction. Ids in the order given;
+    `id.existed` tells which of them an earlier submit with the same idempotency key had made.
+    """
+    return await default_async_client().submit_many(tasks, connection=connection)
+
+
+def submit_many_sync(tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
+    return default_client().submit_many(tasks, connection=connection)
+
+
+def get_task(task_id: UUID | str) -> Task | None:
+    return default_client().get_task(task_id)
+
+
+async def get_task_async(task_id: UUID | str) -> Task | None:
+    return await default_async_client().get_task(task_id)
+
+
+def list_tasks(
+    state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
+) -> list[Task]:
+    """Newest first. Filters: queue, tags, created_after, created_before; `after` (an id) asks for the next page."""
+    return default_client().list_tasks(state, name, limit, **filters)
+
+
+async def list_tasks_async(
+    state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
+) -> list[Task]:
+    return await default_async_client().list_tasks(state, name, limit, **filters)

@@ -1,0 +1,20 @@
+"""The command `tasklib`. Its commands need the extra `cli`; without it, it says so."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+
+def main() -> None:
+    missing = [package for package in ("typer", "rich") if find_spec(package) is None]
+    if missing:
+        print(
+            f"tasklib: the command line needs {' and '.join(missing)}: pip install 'tasklib-pg[cli]'. "
+            f"Migrations run without: python -m tasklib.migrate",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    from tasklib.commands import run  # noqa: PLC0415 - importable only with the extra
+
+    run()

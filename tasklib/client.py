@@ -1,0 +1,118 @@
+"""The verbs: submit, get, list. Sync and async over the same statements; the module `tasklib` is a thin
+convenience over a default pair of these clients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+
+from tasklib.database import Database
+from tasklib.errors import TaskNotRegistered
+from tasklib.options import RESERVED_PARAMETERS
+from tasklib.statements import Statements
+from tasklib.submission import NewTask, new_task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from uuid import UUID
+
+    from tasklib.config import Config
+    from tasklib.ids import TaskId
+    from tasklib.options import SubmitOptions
+    from tasklib.record import Task
+    from tasklib.statements import ListFilters
+    from tasklib.task import TaskFunction
+
+
+class Client:
+    """Sync. Safe to share between threads, and to keep across a fork."""
+
+    def __init__(self, config: Config, database: Database | None = None) -> None:
+        self._statements = Statements(config)
+        self._database = database or Database(config)
+
+    def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
+        """Submit what `function.new(...)` made. With `connection`, in that connection's transaction."""
+        return self._database.run(self._statements.submit(task), connection=connection)[0]
+
+    def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
+        """Takes what `tasklib.submit_task` takes."""
+        task, connection = _new_task(func, args, kwargs)
+        return self.submit(task, connection=connection)
+
+    def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
+        """All or none, in one transaction; an id for each, in the order given."""
+        given = list(tasks)
+        batches = self._database.run(*self._statements.submit_many(given), connection=connection)
+        return _in_order(given, batches)
+
+    def get_task(self, task_id: UUID | str) -> Task | None:
+        return self._database.run(self._statements.get(task_id))[0]
+
+    def list_tasks(
+        self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
+    ) -> list[Task]:
+        """Newest first. Filters: queue, tags, created_after, created_before; `after` asks for the next page."""
+        return self._database.run(self._statements.list(state, name, limit, **filters))[0]
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same verbs for asyncio. Safe to use from several event loops: each has its own connections."""
+
+    def __init__(self, config: Config, database: Database | None = None) -> None:
+        self._statements = Statements(config)
+        self._database = database or Database(config)
+
+    async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
+        return (await self._database.run_async(self._statements.submit(task), connection=connection))[0]
+
+    async def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
+        task, connection = _new_task(func, args, kwargs)
+        return await self.submit(task, connection=connection)
+
+    async def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
+        given = list(tasks)
+        batches = await self._database.run_async(*self._statements.submit_many(given), connection=connection)
+        return _in_order(given, batches)
+
+    async def get_task(self, task_id: UUID | str) -> Task | None:
+        return (await self._database.run_async(self._statements.get(task_id)))[0]
+
+    async def list_tasks(
+        self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
+    ) -> list[Task]:
+        return (await self._database.run_async(self._statements.list(state, name, limit, **filters)))[0]
+
+    async def close(self) -> None:
+        await self._database.close_async()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _new_task(
+    func: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[NewTask, Any]:
+    """Tell the options from the task's own arguments: no parameter of a task may be called like an option."""
+    if not isinstance(func, str) and not hasattr(func, "task_options"):
+        raise TaskNotRegistered(f"{func!r} is not a task function: decorate it with @tasklib.task")
+    options = {name: value for name, value in kwargs.items() if name in RESERVED_PARAMETERS}
+    arguments = {name: value for name, value in kwargs.items() if name not in RESERVED_PARAMETERS}
+    return new_task(func, args, arguments, cast("SubmitOptions", options)), options.get("connection")
+
+
+def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:
+    found = {new_id: task_id for batch in batches for new_id, task_id in batch.items()}
+    return [found[task.id] for task in given]

@@ -1,0 +1,207 @@
+"""The commands of `tasklib`, for people (tables) and for programs (`--json`).
+
+The database is named by TASKLIB_DATABASE_URL, DATABASE_URL or libpq's PG* variables, never by an argument:
+arguments are shown to every user of the machine by `ps`. Exit codes: 0 done, 1 refused or failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic_core import to_json
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tasklib import migrate as migrations
+from tasklib.arguments import parse_json
+from tasklib.client import Client
+from tasklib.config import Config
+from tasklib.errors import InvalidArguments, TasklibError
+from tasklib.record import Task, is_retrying
+from tasklib.registry import default_registry, discover
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+app = typer.Typer(
+    name="tasklib",
+    help="Submit and inspect tasks. The database is the one that DATABASE_URL (or libpq's PG* variables) names.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
+STATE_STYLES = {State.COMPLETED: "green", State.RUNNING: "cyan", State.FAILED: "red", State.BURIED: "red"}
+
+
+def run() -> None:
+    try:
+        app()
+    except TasklibError as error:
+        print(f"tasklib: {error}", file=sys.stderr)  # noqa: T201 - this is the command's voice
+        sys.exit(1)
+
+
+@app.command()
+def migrate(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 if the schema is not up to date.")
+    ] = False,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the SQL instead of running it.")] = False,
+    pre: Annotated[bool, typer.Option("--pre", help="Only what may run before the new version is rolled out.")] = False,
+) -> None:
+    """Create tasklib's schema, or bring it to this version."""
+    raise typer.Exit(migrations.run_command(check_only=check, print_sql=sql, pre=pre))
+
+
+@app.command()
+def submit(
+    name: Annotated[str, typer.Argument(help="The task's name.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE (text) or KEY:=JSON.")] = None,
+    kwargs: Annotated[str | None, typer.Option(help="All arguments as one JSON object.")] = None,
+    app_module: Annotated[
+        str | None,
+        typer.Option("--app", envvar="TASKLIB_APP", help="Module that defines the task: checks its arguments."),
+    ] = None,
+    queue: str | None = None,
+    priority: Annotated[int | None, typer.Option(help="Higher runs first.")] = None,
+    delay: Annotated[float, typer.Option(help="Seconds to wait before it may run.")] = 0,
+    max_retries: int | None = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that one attempt may take.")] = None,
+    idempotency_key: str | None = None,
+    tag: Tags = None,
+    as_json: Json = False,
+) -> None:
+    """Submit one task."""
+    values = _object(kwargs) | _pairs(arguments)
+    if app_module is not None:
+        discover([app_module])
+    with Client(Config.from_environment()) as client:
+        task_id = client.submit_task(
+            name if app_module is None else default_registry.get(name),
+            queue=queue,
+            priority=priority,
+            delay_seconds=delay,
+            max_retries=max_retries,
+            timeout_seconds=timeout,
+            idempotency_key=idempotency_key,
+            tags=_pairs(tag),
+            **values,
+        )
+    typer.echo(_json({"id": task_id, "existed": task_id.existed}) if as_json else task_id)
+
+
+@app.command("list")
+def list_(
+    state: Annotated[str | None, typer.Option(help=f"One of: {', '.join(State)}.")] = None,
+    name: str | None = None,
+    queue: str | None = None,
+    tag: Tags = None,
+    limit: int = 20,
+    after: Annotated[str | None, typer.Option(help="The last id of the page before.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List tasks, newest first."""
+    with Client(Config.from_environment()) as client:
+        tasks = client.list_tasks(state, name, limit, queue=queue, tags=_pairs(tag) or None, after=after)
+    if as_json:
+        typer.echo(_json([task.to_dict() for task in tasks]))
+        return
+    _print(_tasks_table(tasks, now=datetime.now(UTC)))
+    if len(tasks) == limit:
+        typer.echo(f"next page: --after {tasks[-1].id}")
+
+
+@app.command()
+def show(task_id: str, as_json: Json = False) -> None:
+    """Show everything about one task."""
+    with Client(Config.from_environment()) as client:
+        task = client.get_task(task_id)
+    if task is None:
+        raise TasklibError(f"there is no task {task_id}")
+    if as_json:
+        typer.echo(_json(task.to_dict()))
+    else:
+        _print(_task_table(task))
+
+
+def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:
+    table = Table("id", "name", "state", "queue", "priority", "age", "attempt", "error", box=None, header_style="bold")
+    for task in tasks:
+        state = Text(_state_words(task, now), style=STATE_STYLES.get(task.state, ""))
+        error = _printable((task.error or "").split("\n", 1)[0])[:60]
+        age = _duration((now - task.created_at).total_seconds())
+        cells: list[str | Text] = [
+            str(task.id),
+            task.name,
+            state,
+            task.queue,
+            str(task.priority),
+            age,
+            str(task.attempt),
+            Text(error),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def _task_table(task: Task) -> Table:
+    table = Table(box=None, show_header=False)
+    for field, value in task.to_dict().items():
+        if value is not None:
+            shown = value if isinstance(value, str) else _json(value).strip('"')
+            table.add_row(Text(field, style="bold"), Text("\n".join(map(_printable, shown.split("\n")))))
+    return table
+
+
+def _state_words(task: Task, now: datetime) -> str:
+    due = task.next_retry_at if is_retrying(task) else task.scheduled_at if task.state == State.PENDING else None
+    if due is not None and due > now:
+        return f"{'retry' if is_retrying(task) else task.state} in {_duration((due - now).total_seconds())}"
+    return str(task.state)
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{max(seconds, 0):.1f}s"
+
+
+def _printable(text: str) -> str:
+    """Stored text may hold terminal control codes: they are shown, not obeyed."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _print(table: Table) -> None:
+    # A pipe has no width: cells must not be cut there, whatever the default of 80 columns says.
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=400).print(table)
+
+
+def _json(value: Any) -> str:
+    return to_json(value, bytes_mode="hex").decode()
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    value = {} if text is None else parse_json(text, "--kwargs")
+    if not isinstance(value, dict):
+        raise InvalidArguments("--kwargs must be a JSON object")
+    return value
+
+
+def _pairs(words: Iterable[str] | None) -> dict[str, Any]:
+    return dict(map(_pair, words or ()))
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not equals or not key.rstrip(":"):
+        raise typer.BadParameter(f"{word!r} is not KEY=VALUE or KEY:=JSON")
+    return (key[:-1], parse_json(value, key[:-1])) if key.endswith(":") else (key, value)

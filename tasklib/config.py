@@ -1,0 +1,63 @@
+"""What the library needs to know, checked once. The original TaskLib's fields come first, with its defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from tasklib.errors import InvalidConfig
+from tasklib.names import check_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_SQLALCHEMY_DRIVER = re.compile(r"^(postgres(?:ql)?)\+\w+(?=://)")
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
+class Config:
+    """Immutable settings. `database_url` is a libpq URL or `key=value` string; "" means libpq's PG* variables."""
+
+    database_url: str = field(repr=False)  # it may hold a password
+    max_retries: Annotated[int, Field(ge=0)] = 3
+    base_retry_delay_seconds: _Delay = 5.0
+    retry_backoff_multiplier: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    lock_timeout_seconds: Annotated[int, Field(gt=0)] = 600
+    default_task_timeout_seconds: _Seconds | None = None
+    worker_id: str | None = None
+
+    schema: str = "tasklib"
+    auto_migrate: bool = False
+    pool_size: Annotated[int, Field(ge=1)] = 10
+    database_timeout_seconds: _Seconds = 30.0
+    max_argument_bytes: Annotated[int, Field(gt=0, le=1024 * 1024)] = 256 * 1024
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _speak_clearly(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+        try:
+            return validate(given)
+        except ValidationError as error:
+            lines = [f"Config.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
+            raise InvalidConfig("; ".join(lines)) from None
+
+    def __post_init__(self) -> None:
+        check_schema(self.schema)
+        object.__setattr__(self, "database_url", _SQLALCHEMY_DRIVER.sub(r"\1", self.database_url))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
+        """TASKLIB_DATABASE_URL, else DATABASE_URL, else libpq's own PG* variables; TASKLIB_SCHEMA."""
+        url = environment.get("TASKLIB_DATABASE_URL") or environment.get("DATABASE_URL") or ""
+        if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
+            raise InvalidConfig(
+                "no database is configured: set DATABASE_URL (postgresql://user@host/database) or libpq's PG* variables"
+            )
+        return cls(database_url=url, schema=environment.get("TASKLIB_SCHEMA", "tasklib"))

@@ -1,0 +1,308 @@
+"""Runs statements: on pools of our own or on the caller's connection, within a deadline, and with our errors.
+
+Pools belong to one process and one event loop: after a fork, and in another loop, new ones are made.
+Every statement that the library sends may be repeated (a submit carries its id), so a lost connection is
+answered by doing it again until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import weakref
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psycopg
+from psycopg.rows import tuple_row
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
+
+from tasklib.connection import (
+    BoundedConnection,
+    CommitDoubtful,
+    DeadlinePassed,
+    WatchedConnection,
+    connection_string,
+    is_connection_lost,
+    is_passing_conflict,
+    prepare_connection,
+    raise_doubt,
+    translate,
+)
+from tasklib.errors import CommitUnknown, DatabaseUnavailable, InvalidOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from tasklib.config import Config
+    from tasklib.statements import Statement
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Database:
+    """One configured database: `run` and `run_async` are where sync and async differ, and nowhere else."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._conninfo = connection_string(config)
+        self._is_schema_checked = False
+        self._processes: dict[int, _ProcessPools] = {}
+        weakref.finalize(self, _close_this_process, self._processes)
+
+    def run(self, *statements: Statement[T], connection: Any = None) -> list[T]:
+        """All in one transaction; on the caller's connection, in the caller's."""
+        if connection is not None:
+            return _run_borrowed(connection, statements)
+        if not self._is_schema_checked:
+            self._check_schema()
+        attempt = _Attempt(self._config.database_timeout_seconds, statements)
+        while True:
+            try:
+                with self._pools().sync_pool().connection(timeout=attempt.remaining()) as conn:
+                    conn.deadline = attempt.begin()
+                    return _execute(conn, statements)
+            except (psycopg.Error, PoolTimeout) as error:
+                time.sleep(attempt.pause_after(error))
+
+    async def run_async(self, *statements: Statement[T], connection: Any = None) -> list[T]:
+        if connection is not None:
+            return await _run_borrowed_async(connection, statements)
+        if not self._is_schema_checked:
+            await asyncio.to_thread(self._check_schema)
+        attempt = _Attempt(self._config.database_timeout_seconds, statements)
+        pool = await self._pools().async_pool()
+        while True:
+            try:
+                async with pool.connection(timeout=attempt.remaining()) as conn:
+                    attempt.begin()
+                    async with asyncio.timeout(attempt.remaining()):
+                        return await _execute_async(conn, statements)
+            except (psycopg.Error, PoolTimeout, TimeoutError) as error:
+                await asyncio.sleep(attempt.pause_after(error))
+
+    def close(self) -> None:
+        """Close the sync pool. An async pool closes with its event loop, or by `close_async`."""
+        self._pools().close()
+
+    async def close_async(self) -> None:
+        await self._pools().close_async()
+
+    def _check_schema(self) -> None:
+        # Not at the top: `python -m tasklib.migrate` would find itself imported already, and warn.
+        from tasklib import migrate  # noqa: PLC0415
+
+        migrate.ensure(self._config)
+        self._is_schema_checked = True
+
+    def _pools(self) -> _ProcessPools:
+        # setdefault is atomic: two threads of a new process agree on one.
+        pid = os.getpid()
+        return self._processes.get(pid) or self._processes.setdefault(
+            pid, _ProcessPools(self._conninfo, self._config.pool_size)
+        )
+
+
+class _Attempt:
+    """One call's deadline, and what to do after a failure: pause and try again, or raise our error."""
+
+    def __init__(self, seconds: float, statements: Sequence[Statement[Any]]) -> None:
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._is_change = any(statement.is_change for statement in statements)
+        self._begun = 0
+
+    def remaining(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def begin(self) -> float:
+        self._begun += 1
+        return self._deadline
+
+    def pause_after(self, error: Exception) -> float:
+        pause = min(0.01 * 2.0 ** min(self._begun, 10), LONGEST_PAUSE_SECONDS)
+        if isinstance(error, psycopg.Error) and not isinstance(error, CommitDoubtful | DeadlinePassed):
+            if not (is_connection_lost(error) or is_passing_conflict(error)):
+                raise translate(error) from error
+            if pause < self.remaining():
+                return pause
+        raise self._gave_up(error) from error
+
+    def _gave_up(self, error: Exception) -> DatabaseUnavailable:
+        if self._begun and self._is_change:
+            return CommitUnknown(
+                f"PostgreSQL did not confirm the change ({error}): it may have happened or not. "
+                f"To be sure, submit again with the same idempotency_key, or the same NewTask."
+            )
+        return DatabaseUnavailable(
+            f"no answer from PostgreSQL within {self._seconds:g} s: {str(error) or 'time is up'}. "
+            f"Is it up, and is Config.pool_size large enough?"
+        )
+
+
+class _ProcessPools:
+    """The pools of one process: one for its threads, one for each event loop."""
+
+    def __init__(self, conninfo: str, size: int) -> None:
+        self._conninfo = conninfo
+        self._size = size
+        self._lock = threading.Lock()
+        self._sync: ConnectionPool[BoundedConnection] | None = None
+        self._async: dict[asyncio.AbstractEventLoop, _LoopPool] = {}
+
+    def sync_pool(self) -> ConnectionPool[BoundedConnection]:
+        with self._lock:
+            if self._sync is None:
+                self._sync = ConnectionPool(
+                    self._conninfo,
+                    connection_class=BoundedConnection,
+                    kwargs={"autocommit": True},
+                    configure=prepare_connection,
+                    min_size=0,
+                    max_size=self._size,
+                    open=True,
+                    name="tasklib",
+                )
+            return self._sync
+
+    async def async_pool(self) -> AsyncConnectionPool[WatchedConnection]:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            for closed in [known for known in self._async if known.is_closed()]:
+                del self._async[closed]
+            if loop not in self._async:
+                self._async[loop] = _LoopPool(self._conninfo, self._size)
+            mine = self._async[loop]
+        await mine.opened()
+        return mine.pool
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._sync = self._sync, None
+        if pool is not None:
+            pool.close()
+
+    async def close_async(self) -> None:
+        with self._lock:
+            mine = self._async.pop(asyncio.get_running_loop(), None)
+        if mine is not None:
+            await mine.close()
+
+
+class _LoopPool:
+    """An async pool that closes with its event loop, also when nobody says so.
+
+    asyncio ends a loop's async generators last of all: this one's `finally` is our notice.
+    """
+
+    def __init__(self, conninfo: str, size: int) -> None:
+        self.pool: AsyncConnectionPool[WatchedConnection] = AsyncConnectionPool(
+            conninfo,
+            connection_class=WatchedConnection,
+            kwargs={"autocommit": True},
+            configure=_prepare_async,
+            min_size=0,
+            max_size=size,
+            open=False,
+            name="tasklib",
+        )
+        self._lifetime = self._open_until_closed()
+        self._opening = asyncio.Lock()
+        self._is_open = False
+
+    async def opened(self) -> None:
+        if self._is_open:
+            return
+        async with self._opening:
+            if not self._is_open:
+                await anext(self._lifetime)
+                self._is_open = True
+
+    async def close(self) -> None:
+        await self._lifetime.aclose()
+
+    async def _open_until_closed(self) -> AsyncGenerator[None, None]:
+        await self.pool.open()
+        try:
+            yield
+        finally:
+            await self.pool.close()
+
+
+async def _prepare_async(conn: WatchedConnection) -> None:
+    prepare_connection(conn)
+
+
+def _close_this_process(processes: dict[int, _ProcessPools]) -> None:
+    """Only our own: to close a connection that was inherited over a fork would end the parent's session."""
+    pools = processes.get(os.getpid())
+    if pools is not None:
+        pools.close()
+
+
+def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> list[T]:
+    with ExitStack() as stack:
+        if len(statements) > 1:
+            stack.enter_context(conn.transaction())
+        results = _send(conn, statements)
+    raise_doubt(conn)
+    return results
+
+
+async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement[T]]) -> list[T]:
+    async with AsyncExitStack() as stack:
+        if len(statements) > 1:
+            await stack.enter_async_context(conn.transaction())
+        results = await _send_async(conn, statements)
+    raise_doubt(conn)
+    return results
+
+
+def _run_borrowed(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    if not isinstance(conn, psycopg.Connection):
+        raise InvalidOptions(f"connection must be a psycopg.Connection for a sync submit, got {type(conn).__name__}")
+    try:
+        with ExitStack() as stack:
+            if len(statements) > 1:
+                stack.enter_context(conn.transaction())
+            return _send(conn, statements)
+    except psycopg.Error as error:
+        raise translate(error) from error
+
+
+async def _run_borrowed_async(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    if not isinstance(conn, psycopg.AsyncConnection):
+        raise InvalidOptions(
+            f"connection must be a psycopg.AsyncConnection for an async submit, got {type(conn).__name__}; "
+            f"with a psycopg.Connection use the sync verbs (submit_sync)"
+        )
+    try:
+        async with AsyncExitStack() as stack:
+            if len(statements) > 1:
+                await stack.enter_async_context(conn.transaction())
+            return await _send_async(conn, statements)
+    except psycopg.Error as error:
+        raise translate(error) from error
+
+
+def _send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    results = []
+    # A cursor of ours: the caller's connection may have another placeholder style and row factory.
+    with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
+        for statement in statements:
+            cursor.execute(statement.sql, statement.parameters, binary=True)
+            results.append(statement.read(cursor.fetchall()))
+    return results
+
+
+async def _send_async(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    results = []
+    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
+        for statement in statements:
+            await cursor.execute(statement.sql, statement.parameters, binary=True)
+            results.append(statement.read(await cursor.fetchall()))
+    return results

@@ -1,0 +1,339 @@
+"""The process between an owner and its PostgreSQL: the parent of postgres, which it ends with the owner.
+
+Run by path with one argument, the plan as JSON. It reports on stdout in one line of JSON; on stdin it is told how to
+stop, by a word or by the end of the file. It knows nothing of the package, so its errors are plain ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+if sys.platform != "win32":
+    import fcntl
+    import pwd
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 5.0  # patience with each signal of a stop, and with the removal of a directory
+_LOCK_SECONDS = 3.0  # more than the server of an owner killed a moment ago needs to stop
+_POLL_SECONDS = 0.02
+_OWNER_POLL_SECONDS = 0.25
+_SOCKET_PATH_BYTES = 103  # macOS; Linux allows 107
+
+
+def watch(*, owner: int, directory: str | None, binaries: str, port: int | None, settings: Mapping[str, str]) -> None:
+    os.umask(0o022)
+    orders = _orders()
+    with contextlib.ExitStack() as leftovers:
+        try:
+            cluster = _open_cluster(directory, binaries, leftovers)
+            if not cluster.data.exists():
+                _initialise(cluster, is_temporary=directory is None)
+            server, dsn = _launch_server(cluster, port, settings, leftovers)
+            _wait_until_ready(cluster, server, orders)
+        except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+            _tell_owner(error=str(error))
+            return
+        version = int((cluster.data / "PG_VERSION").read_text())
+        _tell_owner(dsn=dsn, version=version, directory=str(cluster.directory), pid=server.pid)
+        _stop(server, _next_order(orders, owner, server))
+
+
+def _orders() -> SimpleQueue[str]:
+    """Modes of stopping, from the owner's pipe or from signals. A signal handler may put into a SimpleQueue."""
+    orders: SimpleQueue[str] = SimpleQueue()
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_: orders.put("fast"))
+    # Nothing but the end of the file is read when the owner has died.
+    threading.Thread(target=lambda: orders.put(os.read(0, 64).decode() or "fast"), daemon=True).start()
+    return orders
+
+
+def _next_order(orders: SimpleQueue[str], owner: int, server: subprocess.Popen[bytes]) -> str:
+    """End of file alone would miss a dead owner whose forked child still holds the pipe: hence the look at getppid."""
+    while server.poll() is None and (os.name == "nt" or os.getppid() == owner):
+        with contextlib.suppress(Empty):
+            return orders.get(timeout=_OWNER_POLL_SECONDS)
+    return "fast"
+
+
+def _tell_owner(**report: object) -> None:
+    with contextlib.suppress(OSError):  # the owner may be dead; then the next order says so
+        os.write(1, json.dumps(report).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """A server's directory, the programs that work on it, and the user and group they run as (None: our own)."""
+
+    directory: Path
+    binaries: Path
+    account: tuple[int, int] | None
+
+    @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    def launch(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """In a working directory that the account may enter: PostgreSQL 15 asks for its name."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+        user, group = self.account or (None, None)
+        others: list[int] | None = [] if self.account else None
+        command = [str(self.binaries / program), *arguments]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.directory,
+                env=environment | {"LC_ALL": "C"}, user=user, group=group, extra_groups=others,
+            )  # fmt: skip
+
+    def succeeds(self, program: str, *arguments: str) -> bool:
+        process = self.launch(program, *arguments)
+        try:
+            return process.wait(_START_SECONDS) == 0
+        finally:
+            process.kill()
+
+    def give(self, path: Path) -> Path:
+        if self.account:
+            os.chown(path, *self.account)
+        return path
+
+    def make_private(self, path: Path) -> Path:
+        path.mkdir(mode=0o700, exist_ok=True)
+        return self.give(path)
+
+    def failure(self, what: str) -> RuntimeError:
+        user = f" (as user {self.account[0]}, since it refuses root)" if self.account else ""
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+        return RuntimeError(f"PostgreSQL in {self.directory}{user} {what}. Its log ends with:\n{tail}")
+
+
+def _open_cluster(directory: str | None, binaries: str, leftovers: contextlib.ExitStack) -> _Cluster:
+    account = _account(directory)
+    if directory is None:
+        place = _temporary_directory(account, leftovers)
+    else:
+        place = Path(directory)
+        place.mkdir(mode=0o711 if account else 0o700, parents=True, exist_ok=True)
+        _refuse_closed(place, account)
+        _lock(place, leftovers)
+    cluster = _Cluster(place, Path(binaries), account)
+    cluster.log.unlink(missing_ok=True)
+    cluster.log.touch(mode=0o600)
+    if account and not _can_run(cluster):
+        cluster = replace(cluster, binaries=_copy_binaries(cluster))
+    os.truncate(cluster.log, 0)  # what initdb was asked by the way would only blur an error
+    return cluster
+
+
+def _account(directory: str | None) -> tuple[int, int] | None:
+    """PostgreSQL refuses root. Data that exist are served by their owner; new ones belong to `postgres`, or nobody."""
+    if sys.platform == "win32" or os.geteuid() != 0:
+        return None
+    if directory and (data := Path(directory, "data")).exists():
+        return data.stat().st_uid, data.stat().st_gid
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwnam("postgres")
+        return user.pw_uid, user.pw_gid
+    return 65534, 65534
+
+
+def _refuse_closed(place: Path, account: tuple[int, int] | None) -> None:
+    if account and (closed := _closed_to(account, place)):
+        raise RuntimeError(
+            f"{closed} is closed to user {account[0]}, as whom PostgreSQL runs here because it refuses root: "
+            f"choose another directory"
+        )
+
+
+def _closed_to(account: tuple[int, int], place: Path) -> Path | None:
+    """The first directory on the way that the account may not enter."""
+    for path in (*reversed(place.parents), place):
+        found = path.stat()
+        needed = 0o100 if found.st_uid == account[0] else 0o010 if found.st_gid == account[1] else 0o001
+        if not found.st_mode & needed:
+            return path
+    return None
+
+
+def _temporary_directory(account: tuple[int, int] | None, leftovers: contextlib.ExitStack) -> Path:
+    base = Path(tempfile.gettempdir())
+    if account and _closed_to(account, base):
+        base = Path("/tmp")  # noqa: S108 - root's own TMPDIR may be closed to the account, as with pam_tmpdir
+    place = Path(tempfile.mkdtemp(prefix="tasklib-", dir=base))
+    leftovers.callback(_remove, place)
+    if account:
+        place.chmod(0o711)
+    return place
+
+
+def _remove(directory: Path) -> None:
+    """Tries again, as the backends of a killed postmaster may still write a file."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    shutil.rmtree(directory, ignore_errors=True)
+    while directory.exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _lock(directory: Path, leftovers: contextlib.ExitStack) -> None:
+    """One watchdog per directory; the kernel frees a dead one's lock. Windows makes do with postgres' own refusal."""
+    if sys.platform != "win32":
+        handle = os.open(directory, os.O_RDONLY)
+        leftovers.callback(os.close, handle)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _is_locked_by_us(handle):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"A server is already running in {directory}: stop it or choose another directory")
+            time.sleep(_POLL_SECONDS)
+
+
+def _is_locked_by_us(handle: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _can_run(cluster: _Cluster) -> bool:
+    """Asks initdb, as the account, whether it finds postgres, its libraries and the share directory."""
+    with contextlib.suppress(PermissionError):
+        return cluster.succeeds("initdb", "--show", f"--pgdata={cluster.data}")
+    return False
+
+
+def _copy_binaries(cluster: _Cluster) -> Path:
+    """For binaries in a place closed to the account, such as a venv under /root. Programs find their libraries by
+    relative paths, wheels' `package.libs` included, so the copy keeps the last three levels of the layout.
+    """
+    prefix = cluster.binaries.parent
+    package = prefix.parent
+    sources = [cluster.binaries, prefix / "lib", prefix / "lib64", prefix / "share", package / ".dylibs"]
+    copy = cluster.directory / "binaries"
+    shutil.rmtree(copy, ignore_errors=True)
+    for source in [*sources, package.parent / f"{package.name}.libs"]:
+        for folder, _, names in os.walk(source, followlinks=True):
+            target = copy / Path(folder).relative_to(package.parent)
+            target.mkdir(parents=True)
+            for name in names:
+                _link_or_copy(Path(folder, name).resolve(), target / name)
+    return copy / cluster.binaries.relative_to(package.parent)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    mode = source.stat().st_mode
+    wanted = 0o755 if mode & 0o100 else 0o644
+    with contextlib.suppress(OSError):  # another filesystem, as a rule
+        if mode & 0o005 == wanted & 0o005:  # a link shares its mode with the source, which is not ours to change
+            target.hardlink_to(source)
+            return
+    shutil.copyfile(source, target)
+    target.chmod(wanted)
+
+
+def _initialise(cluster: _Cluster, *, is_temporary: bool) -> None:
+    """Under another name first, so that data half made when the power failed are never taken for a database."""
+    unfinished = cluster.directory / "data.new"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    cluster.make_private(unfinished)
+    password = cluster.directory / "password"
+    password.touch(mode=0o600)
+    cluster.give(password).write_text(secrets.token_urlsafe())
+    options = ["--encoding=UTF8", "--no-locale", "--username=postgres", *(["--no-sync"] if is_temporary else [])]
+    # Whoever can enter the socket's private directory is trusted; 127.0.0.1 is open to every user of the machine.
+    options += ["--auth-local=trust", "--auth-host=scram-sha-256", f"--pwfile={password}"]
+    if not cluster.succeeds("initdb", *options, f"--pgdata={unfinished}"):
+        raise cluster.failure("could not be initialised")
+    unfinished.rename(cluster.data)
+
+
+def _launch_server(
+    cluster: _Cluster, port: int | None, settings: Mapping[str, str], leftovers: contextlib.ExitStack
+) -> tuple[subprocess.Popen[bytes], str]:
+    sockets = _socket_directory(cluster, leftovers)
+    number = 5432 if port is None else port or _free_port()
+    listen = {"listen_addresses": "" if port is None else "127.0.0.1", "port": str(number)}
+    if os.name != "nt":
+        listen["unix_socket_directories"] = str(sockets)
+    options = [f"-c{name}={value}" for name, value in {**settings, **listen}.items()]
+    server = cluster.launch("postgres", "-D", str(cluster.data), *options)
+    leftovers.callback(_stop, server, "fast")
+    # The port and sslmode are spelt out, lest PGPORT and PGSSLMODE in the user's environment decide.
+    if port is None:
+        return server, f"postgresql://postgres@/postgres?host={quote(os.fsencode(sockets), safe='')}&port={number}"
+    password = (cluster.directory / "password").read_text()
+    return server, f"postgresql://postgres:{password}@127.0.0.1:{number}/postgres?sslmode=disable"
+
+
+def _socket_directory(cluster: _Cluster, leftovers: contextlib.ExitStack) -> Path:
+    place = cluster.directory
+    is_too_long = len(os.fsencode(place / "socket" / ".s.PGSQL.65535")) > _SOCKET_PATH_BYTES
+    if is_too_long or "," in str(place):  # a comma separates hosts
+        place = _temporary_directory(cluster.account, leftovers)
+    return cluster.make_private(place / "socket")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(cluster: _Cluster, server: subprocess.Popen[bytes], orders: SimpleQueue[str]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not _is_ready(cluster.data / "postmaster.pid", server.pid):
+        if server.poll() is not None:
+            raise cluster.failure("did not start")
+        if time.monotonic() > deadline:
+            raise cluster.failure(f"was not ready within {_START_SECONDS:.0f} seconds")
+        if not orders.empty():
+            raise RuntimeError("Told to stop before the server was ready")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_ready(pid_file: Path, pid: int) -> bool:
+    """The eighth line is the state; the first is the pid, for the file may be that of another or an earlier server."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = [line.strip() for line in pid_file.read_text().splitlines()]
+        return lines[:1] == [str(pid)] and lines[7:8] == ["ready"]
+    return False
+
+
+def _stop(server: subprocess.Popen[bytes], mode: str) -> None:
+    """Fast: a checkpoint is written. Immediate: the next start recovers from the log. No committed data are lost."""
+    if sys.platform == "win32":
+        signals = [signal.SIGTERM]  # it has one way to end a process
+    else:
+        signals = (
+            [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL] if mode == "fast" else [signal.SIGQUIT, signal.SIGKILL]
+        )
+    for number in signals:
+        server.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_STOP_SECONDS)
+            return
+
+
+if __name__ == "__main__":
+    watch(**json.loads(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""Every error that a user of the library can meet. Each says what is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class TasklibError(Exception):
+    """The root: catch this to catch whatever the library raises on purpose."""
+
+
+class NotInitialised(TasklibError):
+    """A module-level function was called before `tasklib.init(Config(...))`."""
+
+
+class InvalidConfig(TasklibError):
+    """A setting is missing or out of range."""
+
+
+class InvalidTaskDefinition(TasklibError, TypeError):
+    """A function cannot be a task as it is written."""
+
+
+class TaskNotRegistered(TasklibError, LookupError):
+    """No task function is known under that name."""
+
+
+class InvalidArguments(TasklibError, ValueError):
+    """A task's arguments do not fit its function, or cannot be stored as JSON without a change."""
+
+
+class InvalidOptions(TasklibError, ValueError):
+    """A submit option (queue, priority, tags, times ...) is out of range."""
+
+
+class IdempotencyConflict(TasklibError):
+    """The idempotency key, or the id, already belongs to a task with another payload."""
+
+
+class DatabaseUnavailable(TasklibError):
+    """PostgreSQL could not be reached, or did not answer in time. Nothing was changed."""
+
+
+class CommitUnknown(DatabaseUnavailable):
+    """The connection failed while a change was being committed: it may or may not have happened."""
+
+
+class DatabaseError(TasklibError):
+    """PostgreSQL refused a statement for a reason that the library does not handle; `sqlstate` tells which."""
+
+    def __init__(self, message: str, *, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+class SchemaError(TasklibError):
+    """The database schema does not fit this version of the library."""
+
+
+class SchemaMissing(SchemaError):
+    """The schema does not exist and could not be created."""
+
+
+class SchemaOutdated(SchemaError):
+    """The schema is older than the library: run `tasklib migrate`."""
+
+
+class SchemaTooNew(SchemaError):
+    """The schema was changed by a newer, incompatible library: upgrade tasklib."""
+
+
+class SchemaChanged(SchemaError):
+    """An applied migration differs from the one that the library carries."""
+
+
+class EmbeddedPostgresError(TasklibError):
+    """A PostgreSQL of one's own could not be found or started."""

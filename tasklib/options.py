@@ -1,0 +1,161 @@
+"""What can be said about a task besides its arguments: once at its definition, and again at each submit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from tasklib.arguments import encode_untyped
+from tasklib.errors import InvalidOptions
+from tasklib.names import check_key, check_queue, check_tag_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+OnCrash = Literal["retry", "fail"]
+DEFAULT_QUEUE = "default"
+MAX_TAG_BYTES = 16 * 1024
+CENTURY_SECONDS = 100 * 365 * 86400
+_INT4 = 2**31 - 1
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The options of a submit; None means: as the task function says. No parameter of a task may have these names."""
+
+    queue: str | None
+    priority: int | None  # higher runs first; usual range -10 to 100
+    delay_seconds: float | timedelta | None
+    scheduled_at: datetime | None
+    expires_at: datetime | None
+    max_retries: int | None
+    timeout_seconds: float | None
+    tags: Mapping[str, Any] | None
+    idempotency_key: str | None
+    store_result: bool | None
+    on_crash: OnCrash | None
+    connection: Any  # a psycopg connection whose transaction the submit joins
+
+
+RESERVED_PARAMETERS = frozenset(SubmitOptions.__annotations__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """The defaults of one task function. None means: as the Config says."""
+
+    queue: str = DEFAULT_QUEUE
+    priority: int = 0
+    max_retries: int | None = None
+    timeout_seconds: float | None = None
+    retry_on: tuple[type[BaseException], ...] | None = None
+    no_retry_on: tuple[type[BaseException], ...] = ()
+    store_result: bool = True
+    on_crash: OnCrash = "retry"
+
+    def __post_init__(self) -> None:
+        own = {name: getattr(self, name) for name in RESERVED_PARAMETERS & set(self.__slots__)}
+        checked_options(own)
+        _check_exception_types("retry_on", self.retry_on or ())
+        _check_exception_types("no_retry_on", self.no_retry_on)
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, each checked and in the form in which it is stored."""
+    unknown = sorted(options.keys() - RESERVED_PARAMETERS)
+    if unknown:
+        raise InvalidOptions(
+            f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(RESERVED_PARAMETERS))}"
+        )
+    if options.get("delay_seconds") and options.get("scheduled_at"):
+        raise InvalidOptions("give delay_seconds or scheduled_at, not both")
+    return {name: _CHECKS[name](value) for name, value in options.items() if value is not None and name in _CHECKS}
+
+
+def _check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
+    def checked(value: Any) -> str:
+        if not isinstance(value, str):
+            raise InvalidOptions(f"{name} must be a string, got {value!r}")
+        return check(value)
+
+    return checked
+
+
+def _check_whole(name: str, least: int) -> Callable[[Any], int]:
+    def checked(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _INT4:
+            raise InvalidOptions(f"{name} must be a whole number from {least} to {_INT4}, got {value!r}")
+        return value
+
+    return checked
+
+
+def _check_moment(name: str) -> Callable[[Any], datetime]:
+    def checked(value: Any) -> datetime:
+        if not isinstance(value, datetime) or value.utcoffset() is None:
+            raise InvalidOptions(
+                f"{name} must be a datetime with a time zone, e.g. datetime.now(timezone.utc) + timedelta(hours=1); "
+                f"a naive one would mean another moment on another host. Got {value!r}"
+            )
+        return value
+
+    return checked
+
+
+def _check_timeout(value: Any) -> float:
+    if not _is_number(value) or not 0 < value <= CENTURY_SECONDS:
+        raise InvalidOptions(f"timeout_seconds must be a positive number of seconds, got {value!r}")
+    return float(value)
+
+
+def _check_delay(value: Any) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not _is_number(seconds) or not 0 <= seconds <= CENTURY_SECONDS:
+        raise InvalidOptions(
+            f"delay_seconds must be a number of seconds (or a timedelta) from zero to a century, got {value!r}"
+        )
+    return float(seconds)
+
+
+def _check_tags(tags: Any) -> str:
+    for key in tags:
+        check_tag_key(key)
+    return encode_untyped("tags", (), tags, max_bytes=MAX_TAG_BYTES).kwargs
+
+
+def _check_store_result(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidOptions(f"store_result must be True or False, got {value!r}")
+    return value
+
+
+def _check_on_crash(value: Any) -> str:
+    if value not in ("retry", "fail"):
+        raise InvalidOptions(f'on_crash must be "retry" or "fail", got {value!r}')
+    return str(value)
+
+
+def _check_exception_types(name: str, types: tuple[Any, ...]) -> None:
+    for kind in types:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise InvalidOptions(f"{name} takes exception classes, got {kind!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Every option that is stored with the task; `connection` says where the submit goes instead.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "queue": _check_text("queue", check_queue),
+    "priority": _check_whole("priority", -_INT4),
+    "delay_seconds": _check_delay,
+    "scheduled_at": _check_moment("scheduled_at"),
+    "expires_at": _check_moment("expires_at"),
+    "max_retries": _check_whole("max_retries", 0),
+    "timeout_seconds": _check_timeout,
+    "tags": _check_tags,
+    "idempotency_key": _check_text("idempotency_key", lambda key: check_key(key, "idempotency_key")),
+    "store_result": _check_store_result,
+    "on_crash": _check_on_crash,
+}

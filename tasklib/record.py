@@ -1,0 +1,108 @@
+"""A task as it stands in the database: the row, as an immutable value, and questions about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of `tasks`. The first nineteen fields carry the names and meanings of the original TaskLib schema."""
+
+    id: UUID
+    name: str
+    state: State
+    scheduled_at: datetime
+    started_at: datetime | None
+    completed_at: datetime | None
+    created_at: datetime
+    args: dict[str, Any] | list[Any]
+    kwargs: dict[str, Any]
+    result: dict[str, Any] | None
+    error: str | None
+    retry_count: int
+    max_retries: int
+    next_retry_at: datetime | None
+    worker_id: str | None
+    locked_until: datetime | None
+    timeout_seconds: float | None
+    priority: int
+    tags: dict[str, Any]
+    queue: str
+    ready: bool
+    attempt: int
+    fencing_token: int
+    claimed_at: datetime | None
+    expires_at: datetime | None
+    idempotency_key: str | None
+    payload_digest: bytes | None
+    serial_key: str | None
+    error_code: str | None
+    crash_count: int
+    suspect: bool
+    store_result: bool
+    on_crash: str
+    progress: Any
+    trace_headers: dict[str, str] | None
+    resolved_at: datetime | None
+    resolved_by: str | None
+    resolution_note: str | None
+    parent_id: UUID | None
+    workflow_id: UUID | None
+    step_name: str | None
+    pending_parents: int
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> Task:
+        return cls(row[0], row[1], State(row[2]), *row[3:])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def is_pending(task: Task) -> bool:
+    """Waits for its time, its parents or a worker, and has not been tried yet."""
+    return task.state == State.PENDING
+
+
+def is_running(task: Task) -> bool:
+    """A worker holds it: in its buffer or executing."""
+    return task.state in {State.CLAIMED, State.RUNNING}
+
+
+def is_completed(task: Task) -> bool:
+    return task.state == State.COMPLETED
+
+
+def is_retrying(task: Task) -> bool:
+    """Failed, and waits for its next attempt."""
+    return task.state == State.FAILED and task.completed_at is None
+
+
+def is_failed(task: Task) -> bool:
+    """Gave up. A task that waits for its next attempt is not failed in this sense: see `is_retrying`."""
+    return task.state == State.FAILED and task.completed_at is not None
+
+
+def is_cancelled(task: Task) -> bool:
+    return task.state == State.CANCELLED
+
+
+def is_expired(task: Task) -> bool:
+    return task.state == State.EXPIRED
+
+
+def is_buried(task: Task) -> bool:
+    return task.state == State.BURIED
+
+
+def is_final(task: Task) -> bool:
+    """Nothing more will happen to it by itself."""
+    return task.completed_at is not None

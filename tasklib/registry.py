@@ -1,0 +1,77 @@
+"""Names to task functions. A stored task is only ever resolved here: no import path is read from a row."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasklib.errors import InvalidTaskDefinition, TaskNotRegistered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tasklib.task import TaskFunction
+
+
+class Registry:
+    """The task functions of one application, by name."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, TaskFunction[..., Any]] = {}
+
+    def add(self, function: TaskFunction[..., Any]) -> None:
+        known = self._functions.get(function.name)
+        if known is not None and not _is_same_definition(known, function):
+            raise InvalidTaskDefinition(
+                f"two functions are called {function.name!r}: {_place(known)} and {_place(function)}. "
+                f'Rename one, or give it a name of its own with @task(name="...").'
+            )
+        self._functions[function.name] = function
+
+    def get(self, name: str) -> TaskFunction[..., Any]:
+        try:
+            return self._functions[name]
+        except KeyError:
+            known = ", ".join(sorted(self._functions)) or "none: is the module that defines them imported?"
+            raise TaskNotRegistered(f"no task function is called {name!r}. Registered: {known}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._functions
+
+    def __iter__(self) -> Iterator[TaskFunction[..., Any]]:
+        return iter(self._functions.values())
+
+    def clear(self) -> None:
+        """Forget all: for tests that define task functions of their own."""
+        self._functions.clear()
+
+
+def discover(modules: Iterable[str]) -> None:
+    """Import the modules that define an application's tasks; the current directory counts, as for `python -m`."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise
+            raise TaskNotRegistered(f"module {module!r} cannot be found from {Path.cwd()}") from None
+
+
+def _place(function: TaskFunction[..., Any]) -> str:
+    return f"{function.function.__module__}.{function.function.__qualname__}"
+
+
+def _is_same_definition(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> bool:
+    """A reloaded module defines its functions again, from the same line; that replaces them."""
+    old_code, new_code = (getattr(f.function, "__code__", None) for f in (known, new))
+    if old_code is None or new_code is None:
+        return False
+    same_line = (old_code.co_filename, old_code.co_firstlineno) == (new_code.co_filename, new_code.co_firstlineno)
+    return same_line and _place(known) == _place(new)
+
+
+default_registry = Registry()

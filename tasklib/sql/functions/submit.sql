@@ -1,0 +1,62 @@
+-- Submits one task, in the caller's transaction. `existed` is true when the idempotency
+-- key had already been used for the same payload: then `id` is the first task's.
+--
+--     select * from tasklib.submit('send_email', '{"to": "alice@example.com"}', delay_seconds => 60);
+--
+-- Security definer, so that a submitter needs no right on the table itself.
+create or replace function tasklib.submit(
+    name text,
+    kwargs jsonb default '{}',
+    args jsonb default '{}',
+    queue text default 'default',
+    priority integer default 0,
+    delay_seconds double precision default 0,
+    scheduled_at timestamptz default null,
+    expires_at timestamptz default null,
+    max_retries integer default 3,
+    timeout_seconds double precision default null,
+    tags jsonb default '{}',
+    idempotency_key text default null,
+    store_result boolean default true,
+    on_crash text default 'retry',
+    inout id uuid default null,
+    out existed boolean
+)
+    language plpgsql volatile security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    submitted_at constant timestamptz := clock_timestamp();
+    due_at constant timestamptz := coalesce(
+        submit.scheduled_at, submitted_at + submit.delay_seconds * interval '1 second');
+    earlier_id uuid;
+begin
+    if submit.delay_seconds < 0 then
+        raise exception 'delay_seconds must not be negative' using errcode = 'TL400';
+    end if;
+    submit.id := coalesce(submit.id, tasklib.uuid7());
+    submit.existed := false;
+    loop
+        insert into tasklib.tasks (
+            id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, expires_at,
+            max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash)
+        values (
+            submit.id, submit.name, submit.args, submit.kwargs, submit.queue, submit.priority,
+            submitted_at, due_at, due_at <= submitted_at, submit.expires_at,
+            submit.max_retries, submit.timeout_seconds, submit.tags, submit.idempotency_key,
+            submit.store_result, submit.on_crash)
+        on conflict do nothing;
+        exit when found;
+
+        earlier_id := tasklib.submitted_before(
+            submit.id, submit.idempotency_key, submit.name, submit.args, submit.kwargs);
+        if earlier_id is not null then
+            submit.existed := true;
+            submit.id := earlier_id;
+            exit;
+        end if;
+    end loop;
+end
+$$;
+revoke all on function tasklib.submit from public;

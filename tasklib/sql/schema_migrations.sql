@@ -1,0 +1,93 @@
+-- Statements of the migrator. $1 ... are put in as literals, so that `tasklib migrate --sql` prints
+-- just what `tasklib migrate` runs.
+
+
+-- One migrator at a time; ends with the transaction, so that no crash can strand it.
+-- name: lock
+select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0));
+
+
+-- "create schema if not exists" would ask for the right to create even when it exists.
+-- name: bootstrap
+do $$
+begin
+    if to_regnamespace($1) is null then
+        execute format('create schema %I', $1);
+    end if;
+end
+$$;
+create table if not exists tasklib.schema_migrations (
+    version integer not null primary key,
+    name text not null,
+    phase text not null constraint schema_migrations_phase_known check (phase in ('pre', 'post', 'functions')),
+    checksum text not null,
+    applied_at timestamptz not null default clock_timestamp(),
+    applied_by text not null default session_user
+);
+
+
+-- name: exists
+select to_regclass('tasklib.schema_migrations') is not null;
+
+
+-- name: applied
+select version, name, phase, checksum from tasklib.schema_migrations order by version;
+
+
+-- name: record
+insert into tasklib.schema_migrations (version, name, phase, checksum)
+values ($1, $2, $3, $4)
+on conflict (version) do update
+    set checksum = excluded.checksum, applied_at = excluded.applied_at, applied_by = excluded.applied_by;
+
+
+-- Everything in the schema, a line each, in words that are the same on every PostgreSQL version.
+-- name: describe
+with own as (
+    select oid from pg_namespace where nspname = $1
+), lines as (
+    select 'domain ' || type.typname || ' ' || format_type(type.typbasetype, type.typtypmod)
+           || coalesce(' ' || string_agg(pg_get_constraintdef(con.oid), ' ' order by con.conname), '') as line
+    from pg_type as type left join pg_constraint as con on con.contypid = type.oid
+    where type.typnamespace in (select oid from own) and type.typtype = 'd'
+    group by type.oid
+    union all
+    select 'table ' || class.relname || ' column ' || attribute.attname || ' '
+           || format_type(attribute.atttypid, attribute.atttypmod)
+           || case when attribute.attnotnull then ' not null' else '' end
+           || case when attribute.attgenerated = 's' then ' generated ' else ' default ' end
+           || coalesce(pg_get_expr(def.adbin, def.adrelid), 'null')
+    from pg_class as class
+    join pg_attribute as attribute on attribute.attrelid = class.oid and attnum > 0 and not attisdropped
+    left join pg_attrdef as def on def.adrelid = class.oid and def.adnum = attribute.attnum
+    where class.relnamespace in (select oid from own) and class.relkind in ('r', 'p')
+    union all
+    select 'table ' || class.relname || ' constraint ' || con.conname || ' ' || pg_get_constraintdef(con.oid)
+    from pg_constraint as con join pg_class as class on class.oid = con.conrelid
+    where con.connamespace in (select oid from own) and con.contype <> 'n'
+    union all
+    select 'table ' || class.relname || ' index ' || pg_get_indexdef(index.indexrelid)
+    from pg_index as index join pg_class as class on class.oid = index.indrelid
+    where class.relnamespace in (select oid from own)
+    union all
+    select 'table ' || class.relname || ' trigger ' || pg_get_triggerdef(trigger.oid)
+    from pg_trigger as trigger join pg_class as class on class.oid = trigger.tgrelid
+    where class.relnamespace in (select oid from own) and not trigger.tgisinternal
+    union all
+    select 'view ' || class.relname || ' ' || pg_get_viewdef(class.oid)
+    from pg_class as class
+    where class.relnamespace in (select oid from own) and class.relkind = 'v'
+    union all
+    select 'function ' || proc.proname || '(' || pg_get_function_arguments(proc.oid) || ') returns '
+           || coalesce(pg_get_function_result(proc.oid), 'nothing')
+           || case when proc.prosecdef then ' security definer' else '' end
+           || coalesce(' ' || array_to_string(proc.proconfig, ' '), '')
+           || case when exists (
+                  select from aclexplode(coalesce(proc.proacl, acldefault('f', proc.proowner))) as acl
+                  where acl.grantee = 0)
+              then ' for public' else '' end
+           || ' ' || md5(proc.prosrc)
+    from pg_proc as proc
+    where proc.pronamespace in (select oid from own)
+)
+select regexp_replace(line, '\s+', ' ', 'g') from lines order by line collate "C";

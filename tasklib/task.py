@@ -1,0 +1,154 @@
+"""`@task`: a function that can still be called as it is, and that can also be submitted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, Unpack, overload
+
+from tasklib.application import default_async_client, default_client
+from tasklib.arguments import ArgumentSchema
+from tasklib.errors import InvalidTaskDefinition
+from tasklib.names import check_task_name
+from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions, checked_options
+from tasklib.registry import default_registry
+from tasklib.submission import NewTask, new_task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tasklib.ids import TaskId
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ExceptionTypes: TypeAlias = "type[BaseException] | Iterable[type[BaseException]]"
+
+
+class TaskFunction(Generic[P, R]):
+    """A task function. Call it like the function that it wraps, or submit it:
+
+    await send_email.submit(to="alice@example.com")
+    await send_email.options(queue="mail", delay_seconds=60).submit(to="alice@example.com")
+    """
+
+    def __init__(
+        self, function: Callable[P, R], *, name: str | None = None, options: TaskOptions | None = None
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.name = check_task_name(name or str(getattr(function, "__name__", function)))
+        self.task_options = options or TaskOptions()
+        _refuse_reserved_parameters(function, self.name)
+        self.arguments = ArgumentSchema(function, self.name)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<task function {self.name!r}>"
+
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P]:
+        """The function with options for its next submits; the types of its arguments are kept."""
+        return Submitter(self, options)
+
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+        return await self.options().submit(*args, **kwargs)
+
+    def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+        return self.options().submit_sync(*args, **kwargs)
+
+    def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
+        """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
+        return self.options().new(*args, **kwargs)
+
+
+class Submitter(Generic[P]):
+    """A task function together with the options of a submit."""
+
+    def __init__(self, task: TaskFunction[P, Any], options: SubmitOptions) -> None:
+        checked_options(options)
+        self._task = task
+        self._options = options
+
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P]:
+        return Submitter(self._task, {**self._options, **options})
+
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+        return await default_async_client().submit(
+            self.new(*args, **kwargs), connection=self._options.get("connection")
+        )
+
+    def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+        return default_client().submit(self.new(*args, **kwargs), connection=self._options.get("connection"))
+
+    def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
+        return new_task(self._task, args, kwargs, self._options)
+
+
+@overload
+def task(function: Callable[P, R], /) -> TaskFunction[P, R]: ...
+
+
+@overload
+def task(
+    *,
+    name: str | None = None,
+    queue: str = DEFAULT_QUEUE,
+    priority: int = 0,
+    max_retries: int | None = None,
+    timeout_seconds: float | None = None,
+    retry_on: ExceptionTypes | None = None,
+    no_retry_on: ExceptionTypes = (),
+    store_result: bool = True,
+    on_crash: OnCrash = "retry",
+) -> Callable[[Callable[P, R]], TaskFunction[P, R]]: ...
+
+
+def task(function: Callable[..., Any] | None = None, /, *, name: str | None = None, **options: Any) -> Any:
+    """Register a function as a task, under its own name unless another is given.
+
+    Use it bare or with defaults for every submit: `@task` or `@task(queue="mail", max_retries=5)`.
+    """
+
+    def register(function: Callable[P, R]) -> TaskFunction[P, R]:
+        wrapped = TaskFunction(function, name=name, options=_task_options(options))
+        default_registry.add(wrapped)
+        return wrapped
+
+    return register if function is None else register(function)
+
+
+class RegisteredTask(NamedTuple):
+    """What is known of one task function."""
+
+    function: Callable[..., Any]
+    arguments: ArgumentSchema
+    options: TaskOptions
+
+
+def get_registered_tasks() -> dict[str, RegisteredTask]:
+    return {task.name: RegisteredTask(task.function, task.arguments, task.task_options) for task in default_registry}
+
+
+def _task_options(options: dict[str, Any]) -> TaskOptions:
+    unknown = sorted(options.keys() - set(TaskOptions.__slots__))
+    if unknown:
+        raise InvalidTaskDefinition(
+            f"@task has no option {', '.join(unknown)}; it has: {', '.join(TaskOptions.__slots__)}"
+        )
+    for name in {"retry_on", "no_retry_on"} & options.keys():
+        options[name] = _as_tuple(options[name])
+    return TaskOptions(**options)
+
+
+def _as_tuple(types: Any) -> tuple[type[BaseException], ...] | None:
+    return types if types is None else (types,) if isinstance(types, type) else tuple(types)
+
+
+def _refuse_reserved_parameters(function: Callable[..., Any], name: str) -> None:
+    taken = sorted(RESERVED_PARAMETERS & set(inspect.signature(function).parameters))
+    if taken:
+        raise InvalidTaskDefinition(
+            f"task {name!r}: parameter {', '.join(taken)} is called like an option of submit, which would take "
+            f"its value. Rename the parameter."
+        )

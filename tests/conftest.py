@@ -1,0 +1,117 @@
+"""Fixtures: one real PostgreSQL per run, one migrated database in it, emptied before each test that asks for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from psycopg import sql
+
+import tasklib
+from tasklib import application, migrate
+from tasklib.registry import default_registry
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from tasklib.embedded import EmbeddedPostgres
+    from tests.raw_sql import Conn, NewDatabase
+
+
+pytest_plugins = ["tasklib.pytest_plugin"]
+
+
+@pytest.fixture(scope="session")
+def new_database(tasklib_postgres: EmbeddedPostgres) -> Iterator[NewDatabase]:
+    """Makes an empty database and returns its URL."""
+    made: list[str] = []
+    with psycopg.connect(tasklib_postgres.dsn, autocommit=True) as conn:
+
+        def make() -> str:
+            made.append(f"test_{os.getpid()}_{len(made)}")
+            conn.execute(sql.SQL("create database {}").format(sql.Identifier(made[-1])))
+            return tasklib_postgres.dsn_for(made[-1])
+
+        yield make
+        for name in made:
+            conn.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture(scope="session")
+def migrated_url(new_database: NewDatabase) -> str:
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    return url
+
+
+@pytest.fixture
+def database_url(migrated_url: str) -> str:
+    """A migrated database with no tasks in it."""
+    with psycopg.connect(migrated_url, autocommit=True) as conn:
+        conn.execute("delete from tasklib.tasks")
+    return migrated_url
+
+
+@pytest.fixture
+def config(database_url: str) -> tasklib.Config:
+    return tasklib.Config(database_url)
+
+
+@pytest.fixture
+def client(config: tasklib.Config) -> Iterator[tasklib.Client]:
+    with tasklib.Client(config) as made:
+        yield made
+
+
+@pytest.fixture
+async def async_client(config: tasklib.Config) -> AsyncIterator[tasklib.AsyncClient]:
+    async with tasklib.AsyncClient(config) as made:
+        yield made
+
+
+@pytest.fixture
+def conn(database_url: str) -> Iterator[Conn]:
+    with psycopg.connect(database_url, autocommit=True) as made:
+        yield made
+
+
+@pytest.fixture
+def app(config: tasklib.Config) -> Iterator[None]:
+    """`tasklib.init` has been called."""
+    tasklib.init(config)
+    yield
+    application.default_client().close()
+    application._application = None
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user may enter: pytest's own are private, and a server started by root is not root's."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.fixture(autouse=True)
+def _own_registry() -> Iterator[None]:
+    """Task functions that a test defines are forgotten after it."""
+    before = dict(default_registry._functions)
+    yield
+    default_registry._functions = before
+
+
+@pytest.fixture(scope="session")
+def jsonb(tasklib_postgres: EmbeddedPostgres) -> Iterator[Callable[[str], str]]:
+    """JSON text to the text that PostgreSQL gives back for it."""
+    with psycopg.connect(tasklib_postgres.dsn, autocommit=True) as conn:
+
+        def there_and_back(text: str) -> str:
+            row = conn.execute("select %s::jsonb::text", [text]).fetchone()
+            assert row is not None
+            return str(row[0])
+
+        yield there_and_back

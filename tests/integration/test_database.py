@@ -1,0 +1,279 @@
+"""Connections: lost, cut, stopped, forked, shared between threads and loops. Nothing is lost, nothing done twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+import tasklib
+from tasklib import embedded
+from tests.proxy import CuttingProxy
+from tests.raw_sql import literal
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.raw_sql import Conn
+
+
+@pytest.fixture
+def task() -> tasklib.TaskFunction[[int], None]:
+    @tasklib.task
+    def count(n: int) -> None: ...
+
+    return count
+
+
+def count_tasks(conn: Conn) -> int:
+    row = conn.execute("select count(*) from tasklib.tasks").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_terminated_connection_is_replaced(client: tasklib.Client, conn: Conn, task: Any) -> None:
+    """An administrator's pg_terminate_backend costs the caller nothing."""
+    client.submit(task.new(0))
+    conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tasklib'")
+    client.submit(task.new(1))
+    assert count_tasks(conn) == 2
+
+
+async def test_a_terminated_connection_is_replaced_async(
+    async_client: tasklib.AsyncClient, conn: Conn, task: Any
+) -> None:
+    """The same over the async pool."""
+    await async_client.submit(task.new(0))
+    conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tasklib'")
+    await async_client.submit(task.new(1))
+    assert count_tasks(conn) == 2
+
+
+def test_a_lost_answer_is_asked_for_again(database_url: str, conn: Conn, task: Any, tmp_path: Path) -> None:
+    """The commit happened, its answer was lost: the submit is repeated with its id, and meets its own row."""
+    with CuttingProxy(database_url, tmp_path) as proxy, tasklib.Client(tasklib.Config(proxy.url)) as client:
+        client.submit(task.new(0))
+        proxy.cut()
+        task_id = client.submit(task.options(idempotency_key="k").new(1))
+        assert proxy.cuts == 1
+        assert not task_id.existed
+        proxy.cut()
+        many = client.submit_many([task.options(idempotency_key=f"k{n}").new(n) for n in range(3)])
+        assert proxy.cuts == 2
+        assert [made.existed for made in many] == [False] * 3
+    assert count_tasks(conn) == 5
+
+
+async def test_a_lost_answer_is_asked_for_again_async(database_url: str, conn: Conn, task: Any, tmp_path: Path) -> None:
+    """The same over the async pool."""
+    with CuttingProxy(database_url, tmp_path) as proxy:
+        async with tasklib.AsyncClient(tasklib.Config(proxy.url)) as client:
+            await client.submit(task.new(0))
+            proxy.cut()
+            assert not (await client.submit(task.new(1))).existed
+            assert proxy.cuts == 1
+    assert count_tasks(conn) == 2
+
+
+def test_a_restarted_server_is_waited_for(open_directory: Path, task: Any) -> None:
+    """A submit that begins while PostgreSQL is away succeeds when it is back, within the deadline."""
+    with embedded.postgres(directory=open_directory / "data") as server:
+        client = tasklib.Client(tasklib.Config(server.dsn, database_timeout_seconds=30))
+        client.submit(task.new(0))
+        server.stop()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.submit, task.new(1))
+            with embedded.postgres(directory=open_directory / "data"):
+                assert not waiting.result(timeout=30).existed
+                assert len(client.list_tasks()) == 2
+                client.close()
+
+
+def test_waiting_has_an_end(database_url: str, conn: Conn, task: Any) -> None:
+    """A submit that waits for another transaction's key gives up at its deadline, and says what is not known."""
+    config = tasklib.Config(database_url, database_timeout_seconds=0.5)
+    new = task.options(idempotency_key="held").new(1)
+    with tasklib.Client(config) as client, psycopg.connect(database_url) as holder:
+        client.list_tasks()
+        client.submit(new, connection=holder)
+        began = time.monotonic()
+        with pytest.raises(tasklib.CommitUnknown, match="may have happened"):
+            client.submit(task.options(idempotency_key="held").new(1))
+        assert time.monotonic() - began < 5
+        holder.rollback()
+
+
+async def test_waiting_has_an_end_async(database_url: str, task: Any) -> None:
+    """The same over the async client."""
+    config = tasklib.Config(database_url, database_timeout_seconds=0.5)
+    async with tasklib.AsyncClient(config) as client, await psycopg.AsyncConnection.connect(database_url) as holder:
+        await client.list_tasks()
+        await client.submit(task.options(idempotency_key="held").new(1), connection=holder)
+        with pytest.raises(tasklib.CommitUnknown):
+            await client.submit(task.options(idempotency_key="held").new(1))
+        await holder.rollback()
+
+
+@pytest.mark.parametrize("is_change", [True, False])
+def test_a_silent_server_does_not_hang_the_caller(database_url: str, conn: Conn, task: Any, is_change: bool) -> None:
+    """A backend that is stopped, or a host that vanished, sends nothing at all; a read knows that nothing changed."""
+    config = tasklib.Config(database_url, database_timeout_seconds=0.5, pool_size=1)
+    client = tasklib.Client(config)
+    client.list_tasks()
+    row = conn.execute("select pid from pg_stat_activity where application_name = 'tasklib'").fetchone()
+    assert row is not None
+    os.kill(row[0], signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(tasklib.DatabaseUnavailable) as gave_up:
+            client.submit(task.new(1)) if is_change else client.list_tasks()
+        assert time.monotonic() - began < 5
+        assert isinstance(gave_up.value, tasklib.CommitUnknown) is is_change
+    finally:
+        os.kill(row[0], signal.SIGCONT)
+        client.close()
+
+
+def test_a_doubtful_commit_is_not_called_a_success(tmp_path: Path, task: Any) -> None:
+    """Cancelled while it waits for a synchronous standby, PostgreSQL answers "done" with a mere warning.
+
+    The caller is told that it is not known; submitting the same task again, when the standby is no more asked for,
+    settles it: one row.
+    """
+    with (
+        embedded.postgres() as server,
+        psycopg.connect(server.dsn, autocommit=True) as admin,
+        tasklib.Client(tasklib.Config(server.dsn)) as client,
+    ):
+        client.list_tasks()
+        require_standby(admin, "nobody")
+        new = task.new(1)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.submit, new)
+            wait_until(lambda: cancel_waiting_for_standby(admin), "a backend that waits for its standby")
+            assert isinstance(waiting.exception(timeout=20), tasklib.CommitUnknown)
+        require_standby(admin, "")
+        assert client.submit(new) == new.id
+        assert len(client.list_tasks()) == 1
+
+
+def require_standby(admin: Conn, name: str) -> None:
+    admin.execute(literal(f"alter system set synchronous_standby_names = '{name}'"))
+    admin.execute("set synchronous_commit = local")
+    admin.execute("select pg_reload_conf()")
+    wait_until(lambda: admin.execute("show synchronous_standby_names").fetchone() == (name,), "the setting")
+
+
+def cancel_waiting_for_standby(admin: Conn) -> bool:
+    found = admin.execute("select pg_cancel_backend(pid) from pg_stat_activity where wait_event = 'SyncRep'").fetchall()
+    return bool(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "127.0.0.1", "port": "1"}, {"dbname": "no_such_database"}, {"user": "no_such_role"}],
+)
+def test_a_wrong_url_fails_at_once_and_keeps_the_password(database_url: str, change: dict[str, str]) -> None:
+    """Not after the deadline, not in psycopg's words, and without the secret."""
+    url = make_conninfo(database_url, password="S3CR3T", **change)
+    began = time.monotonic()
+    with tasklib.Client(tasklib.Config(url)) as client, pytest.raises(tasklib.DatabaseUnavailable) as refused:
+        client.submit_task("a")
+    assert time.monotonic() - began < 5
+    assert "S3CR3T" not in str(refused.value)
+
+
+def test_connections_stay_within_the_pool(config: tasklib.Config, conn: Conn, task: Any) -> None:
+    """A hundred threads share what Config.pool_size allows."""
+    small = tasklib.Config(config.database_url, pool_size=3)
+    most = 0
+    stop = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.is_set():
+            row = conn.execute("select count(*) from pg_stat_activity where application_name = 'tasklib'").fetchone()
+            most = max(most, row[0] if row else 0)
+
+    with tasklib.Client(small) as client:
+        client.list_tasks()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with ThreadPoolExecutor(30) as pool:
+            list(pool.map(lambda n: client.submit(task.new(n)), range(300)))
+        stop.set()
+        watcher.join()
+    assert 1 <= most <= 3
+    assert count_tasks(conn) == 300
+
+
+SCRIPT_HEAD = """
+import asyncio, os, sys, tasklib
+tasklib.init(tasklib.Config(sys.argv[1]))
+
+@tasklib.task
+def ping(n: int) -> None: ...
+"""
+TWO_LOOPS = """
+async def one(n):
+    await ping.submit(n)
+    assert tasklib.get_task(await ping.submit(n)) is not None   # sync, inside the running loop
+asyncio.run(one(1))
+asyncio.run(one(2))
+"""
+FORK = """
+ping.submit_sync(1)
+asyncio.run(ping.submit(2))
+child = os.fork()
+if child == 0:
+    ping.submit_sync(3)
+    asyncio.run(ping.submit(4))
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+ping.submit_sync(5)
+assert len(tasklib.list_tasks()) == 5
+"""
+FORK_IN_LOOP = """
+async def main():
+    await ping.submit(1)
+    child = os.fork()
+    if child == 0:
+        ping.submit_sync(2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    await ping.submit(3)
+    assert len(await tasklib.list_tasks_async()) == 3
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("script", [TWO_LOOPS, FORK, FORK_IN_LOOP], ids=["two loops", "fork", "fork in a loop"])
+def test_pools_belong_to_a_process_and_a_loop(database_url: str, script: str) -> None:
+    """Preforking servers, several asyncio.run, pytest-asyncio: no inherited socket, no warning, nothing left open."""
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", SCRIPT_HEAD + script, database_url]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_serialization_failure_is_tried_again(tmp_path: Path, database_url: str, conn: Conn, task: Any) -> None:
+    """Where the database's default isolation is stricter, a conflict with a concurrent submit is nobody's business."""
+    strict = make_conninfo(database_url, options="-c default_transaction_isolation=serializable")
+    with psycopg.connect(database_url) as holder, tasklib.Client(tasklib.Config(strict)) as client:
+        first = client.submit(task.options(idempotency_key="k").new(1), connection=holder)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.submit, task.options(idempotency_key="k").new(1))
+            pids = "select pid from pg_stat_activity where application_name = 'tasklib' and wait_event_type = 'Lock'"
+            wait_until(lambda: conn.execute(pids).fetchone() is not None, "the second submit to wait")
+            holder.commit()
+            found = waiting.result(timeout=20)
+    assert (found, found.existed) == (first, True)

@@ -1,0 +1,144 @@
+"""Looking at tasks: one by its id, many by filter, page by page."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+
+import tasklib
+from tasklib import Task
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from tests.raw_sql import Conn
+
+
+@pytest.fixture
+def zoo(conn: Conn) -> None:
+    """One task of each kind, by raw SQL: nothing here runs tasks yet."""
+    conn.execute(
+        """insert into tasklib.tasks (name, state, completed_at, next_retry_at, worker_id, claimed_at, locked_until)
+           values ('t', 'pending', null, null, null, null, null), ('t', 'claimed', null, null, 'w', now(), now()),
+                  ('t', 'running', null, null, 'w', now(), now()), ('t', 'completed', now(), null, null, null, null),
+                  ('retrying', 'failed', null, now() + interval '1 h', null, null, null),
+                  ('t', 'failed', now(), null, null, null, null), ('t', 'cancelled', now(), null, null, null, null),
+                  ('t', 'expired', now(), null, null, null, null), ('t', 'buried', now(), null, null, null, null)"""
+    )
+
+
+def test_get_finds_by_id_or_says_none(client: tasklib.Client) -> None:
+    """A UUID or its text; an id that nobody has is None, something else is an error."""
+    task_id = client.submit_task("a")
+    found = client.get_task(task_id)
+    assert found == client.get_task(str(task_id))
+    assert found is not None
+    assert found.id == task_id
+    assert client.get_task(uuid4()) is None
+    with pytest.raises(tasklib.InvalidOptions, match="not a task id"):
+        client.get_task("42")
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize("state", list(State))
+def test_list_by_state(client: tasklib.Client, state: State) -> None:
+    """Every state can be asked for, as text or as State."""
+    found = client.list_tasks(state=state)
+    assert {task.state for task in found} == {state}
+    assert found == client.list_tasks(state=str(state))
+    assert len(found) == (2 if state == State.FAILED else 1)
+
+
+@pytest.mark.usefixtures("zoo")
+def test_questions_about_a_task(client: tasklib.Client) -> None:
+    """Each kind of task answers yes to just its own question, and to `is_final` if it is over."""
+
+    def ask(task: Task) -> list[str]:
+        names = ("pending", "running", "completed", "retrying", "failed", "cancelled", "expired", "buried", "final")
+        return [name for name in names if getattr(tasklib, f"is_{name}")(task)]
+
+    answers = {(task.state, task.name): ask(task) for task in reversed(client.list_tasks())}
+    assert answers == {
+        ("pending", "t"): ["pending"],
+        ("claimed", "t"): ["running"],
+        ("running", "t"): ["running"],
+        ("completed", "t"): ["completed", "final"],
+        ("failed", "retrying"): ["retrying"],
+        ("failed", "t"): ["failed", "final"],
+        ("cancelled", "t"): ["cancelled", "final"],
+        ("expired", "t"): ["expired", "final"],
+        ("buried", "t"): ["buried", "final"],
+    }
+
+
+@pytest.mark.usefixtures("zoo")
+def test_filters_apply_to_unsuccessful_states_too(client: tasklib.Client) -> None:
+    """The list of failures is another query; it must not forget a filter."""
+    assert [task.name for task in client.list_tasks("failed", "retrying")] == ["retrying"]
+    assert client.list_tasks("failed", queue="other") == []
+    assert client.list_tasks("failed", tags={"a": 1}) == []
+    newest, oldest = client.list_tasks("failed")
+    assert client.list_tasks("failed", after=newest.id) == [oldest]
+    assert client.list_tasks("failed", created_after=datetime.now(UTC) + timedelta(hours=1)) == []
+    assert client.list_tasks("failed", created_before=datetime.now(UTC) - timedelta(hours=1)) == []
+
+
+def test_list_by_everything_else(client: tasklib.Client) -> None:
+    """Name, queue, tags (all of those given), time; alone and together."""
+    first = client.submit_task("a", queue="q", tags={"batch": "daily", "user": {"id": 5}})
+    second = client.submit_task("b", queue="q", tags={"batch": "daily"})
+    third = client.submit_task("b", tags={"batch": "weekly"})
+
+    def ids(**filters: Any) -> list[Any]:
+        return [task.id for task in client.list_tasks(**filters)]
+
+    assert ids() == [third, second, first]
+    assert ids(name="b") == [third, second]
+    assert ids(queue="q") == [second, first]
+    assert ids(tags={"batch": "daily"}) == [second, first]
+    assert ids(tags={"user": {"id": 5}}) == [first]
+    assert ids(name="b", queue="q", tags={"batch": "daily"}, state="pending") == [second]
+    created = client.list_tasks()[1].created_at
+    assert ids(created_after=created) == [third, second]
+    assert ids(created_before=created) == [first]
+    assert ids(limit=1) == [third]
+
+
+def test_pages_cover_everything_once(client: tasklib.Client) -> None:
+    """Keyset pages: new tasks that come in meanwhile do not shift them."""
+    task = tasklib.task(name="paged")(lambda: None)
+    expected = client.submit_many(task.new() for _ in range(25))
+    seen: list[Any] = []
+    while page := client.list_tasks(limit=7, after=seen[-1] if seen else None):
+        client.submit(task.new())
+        seen += [found.id for found in page]
+    assert seen == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    ("filters", "said"),
+    [
+        ({"state": "done"}, "'done' is not a state; there are: pending"),
+        ({"limit": 0}, "limit"),
+        ({"limit": 10_001}, "after="),
+        ({"after": "x"}, "not a task id"),
+        ({"tags": {"a b": 1}}, "tag"),
+    ],
+)
+def test_a_wrong_filter_is_named(client: tasklib.Client, filters: dict[str, Any], said: str) -> None:
+    """And no query is sent."""
+    with pytest.raises(tasklib.InvalidOptions, match=said):
+        client.list_tasks(**filters)
+
+
+async def test_async_and_module_level_verbs_say_the_same(app: None, async_client: tasklib.AsyncClient) -> None:
+    """Over the same statements."""
+    task_id = await async_client.submit_task("a", tags={"x": 1})
+    assert await async_client.get_task(task_id) == tasklib.get_task(task_id) == await tasklib.get_task_async(task_id)
+    expected = tasklib.list_tasks("pending", "a", 10, tags={"x": 1})
+    assert expected == await tasklib.list_tasks_async("pending", "a", 10, tags={"x": 1})
+    assert expected == await async_client.list_tasks("pending", "a", 10, tags={"x": 1})
+    assert len(expected) == 1
+    assert tasklib.submit_task_sync("a", idempotency_key="k") == tasklib.submit_task_sync("a", idempotency_key="k")

@@ -1,0 +1,189 @@
+"""The schema on a real database: made once by many, by anyone who may, and never half."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+import tasklib
+from tasklib import migrate
+from tests.campaigns.migrators import kill_one, race, state_of
+from tests.raw_sql import NewDatabase, literal
+from tests.snapshot import snapshot
+
+
+def test_first_use_makes_the_schema(new_database: NewDatabase) -> None:
+    """Nothing but a URL is needed."""
+    with tasklib.Client(tasklib.Config(new_database())) as client:
+        assert client.submit_task("a").version == 7
+
+
+async def test_first_use_makes_the_schema_async(new_database: NewDatabase) -> None:
+    """Also over the async client, also for many at once."""
+    async with tasklib.AsyncClient(tasklib.Config(new_database())) as client:
+        assert await client.list_tasks() == []
+
+
+def test_twenty_at_once_make_one_schema(new_database: NewDatabase, database_url: str) -> None:
+    """The first one in makes it; the others wait for the lock and find it made."""
+    url = new_database()
+    assert race(url, 20) == [0] * 20
+    assert state_of(url) == (state_of(database_url)[0], 0)
+
+
+@pytest.mark.slow
+def test_a_killed_migrator_leaves_all_or_nothing(new_database: NewDatabase, database_url: str) -> None:
+    """A kill -9 spread over the time that a migration takes; no lock is stranded, and the next run completes it.
+
+    The long campaign is `python3 dev.py migrators`.
+    """
+    wanted, _ = state_of(database_url)
+    for step in range(10):
+        url = new_database()
+        kill_one(url, after_seconds=step * 0.01)
+        schema, locks = state_of(url)
+        assert schema in ("\n", wanted)
+        assert locks == 0
+        migrate.migrate(tasklib.Config(url))
+        assert state_of(url)[0] == wanted
+
+
+def test_an_older_schema_is_refused_with_the_command_to_run(new_database: NewDatabase) -> None:
+    """Unless auto_migrate is set."""
+    url = new_database()
+    make_outdated(url)
+    with tasklib.Client(tasklib.Config(url)) as client, pytest.raises(tasklib.SchemaOutdated, match="tasklib migrate"):
+        client.submit_task("a")
+    with tasklib.Client(tasklib.Config(url, auto_migrate=True)) as client:
+        assert client.submit_task("a").version == 7
+
+
+def test_a_newer_incompatible_schema_is_refused(new_database: NewDatabase) -> None:
+    """By first use and by migrate alike; and what the newer one made is not touched."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    record(url, 9999, "next", "post")
+    before = snapshot(url)
+    with tasklib.Client(tasklib.Config(url)) as client, pytest.raises(tasklib.SchemaTooNew, match="Upgrade"):
+        client.list_tasks()
+    with pytest.raises(tasklib.SchemaTooNew):
+        migrate.migrate(tasklib.Config(url))
+    assert snapshot(url) == before
+
+
+def test_a_newer_compatible_schema_is_used_and_left_alone(new_database: NewDatabase) -> None:
+    """During a rollout old workers run on the schema of the new ones."""
+    url = new_database()
+    make_outdated(url)
+    record(url, 9999, "next", "pre")
+    with tasklib.Client(tasklib.Config(url, auto_migrate=True)) as client:
+        client.submit_task("a")
+    with psycopg.connect(url) as conn:
+        found = conn.execute("select checksum from tasklib.schema_migrations where version = 0").fetchone()
+    assert found == ("older",)
+
+
+def test_without_the_right_to_create_the_error_names_command_and_role(new_database: NewDatabase) -> None:
+    """The usual state of affairs at work: the application's role owns nothing."""
+    url = new_database()
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("drop role if exists plain_app")
+        conn.execute("create role plain_app login password 'x'")
+    as_app = psycopg.conninfo.make_conninfo(url, user="plain_app", password="x")
+    with tasklib.Client(tasklib.Config(as_app)) as client, pytest.raises(tasklib.SchemaMissing) as refused:
+        client.submit_task("a")
+    assert "plain_app" in str(refused.value)
+    assert "tasklib migrate" in str(refused.value)
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute(sql.SQL("drop role plain_app"))
+
+
+def test_the_printed_sql_makes_the_same_schema(new_database: NewDatabase, database_url: str) -> None:
+    """What `--sql` prints is what `migrate` runs."""
+    url = new_database()
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute(literal(migrate.script(tasklib.Config(""))))
+    assert snapshot(url) == snapshot(database_url)
+    assert str(migrate.check(tasklib.Config(url))) == "nothing"
+
+
+def test_another_schema_name_everywhere(new_database: NewDatabase, database_url: str) -> None:
+    """Put in once, at load: the description differs in the name alone, and nothing lands elsewhere."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url, schema="jobs"))
+    with psycopg.connect(url) as conn, psycopg.connect(database_url) as other:
+        described = migrate.describe(conn, "jobs").replace("jobs.", "tasklib.")
+        expected = migrate.describe(other, "tasklib")
+        assert conn.execute("select to_regnamespace('tasklib')").fetchone() == (None,)
+    assert without_bodies(described) == without_bodies(expected)
+
+
+def test_a_busy_lock_is_waited_for_and_then_named(new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migrator that hangs must not make every start hang with it."""
+    monkeypatch.setattr(migrate, "LOCK_WAIT", "50ms")
+    url = new_database()
+    with psycopg.connect(url) as holder:
+        holder.execute("select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0))")
+        with pytest.raises(tasklib.SchemaOutdated, match="another migration"):
+            migrate.migrate(tasklib.Config(url))
+
+
+def test_pre_leaves_what_takes_away(new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--pre` before the rollout, the rest after it."""
+    known = [*migrate.known_migrations(), migrate.Migration(2, "tidy", "post", "drop index tasklib.tasks_unsuccessful")]
+    monkeypatch.setattr(migrate, "known_migrations", lambda: known)
+    config = tasklib.Config(new_database())
+    assert str(migrate.migrate(config, phase="pre")) == "0001_tasks (pre), functions"
+    assert str(migrate.migrate(config)) == "0002_tidy (post)"
+    assert str(migrate.migrate(config)) == "nothing"
+
+
+@pytest.mark.parametrize("words", [["-m", "tasklib.migrate"], ["-m", "tasklib.migrate", "--pre"]])
+def test_the_module_needs_no_extra(new_database: NewDatabase, words: list[str]) -> None:
+    """`python -m tasklib.migrate`: check says no, migrate makes, check says yes, --sql has nothing to do."""
+    url = new_database()
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", *words, *more]
+        environment = {"DATABASE_URL": url, "PATH": ""}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert run("--check").returncode == 1
+    made = run()
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "applied: 0001_tasks (pre), functions" in made.stdout
+    assert run("--check").returncode == 0
+    assert "create table" not in run("--sql").stdout
+
+
+def test_sql_without_a_database_is_for_an_empty_one() -> None:
+    """For who has to hand a script to somebody else."""
+    command = [sys.executable, "-m", "tasklib.migrate"]
+    printed = subprocess.run([*command, "--sql"], env={"PATH": ""}, capture_output=True, text=True, check=True)
+    assert "create table tasklib.tasks" in printed.stdout
+    refused = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "DATABASE_URL" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def make_outdated(url: str) -> None:
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("update tasklib.schema_migrations set checksum = 'older' where version = 0")
+
+
+def record(url: str, version: int, name: str, phase: str) -> None:
+    with psycopg.connect(url, autocommit=True) as conn:
+        insert = "insert into tasklib.schema_migrations (version, name, phase, checksum) values (%s, %s, %s, '')"
+        conn.execute(insert, [version, name, phase])
+
+
+def without_bodies(described: str) -> list[Any]:
+    """Function bodies are told by a digest, which the schema's name changes."""
+    return sorted(line.rsplit(" ", 1)[0] if line.startswith("function") else line for line in described.splitlines())

@@ -1,0 +1,147 @@
+"""The plans of submit, get and list over a million rows: pinned, with fresh statistics, without any, and generic."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+import tasklib
+from tasklib import migrate
+from tasklib.sql import queries
+from tests.raw_sql import Conn, NewDatabase, literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Mostly completed, one in a thousand failed, the newest thousand pending; five names, one of them rare.
+FILL = """
+insert into tasklib.tasks (id, name, state, ready, created_at, scheduled_at, completed_at, error, error_code, kwargs,
+                           idempotency_key)
+select tasklib.uuid7(), case when n % 100000 = 0 then 'rare' else 'name_' || n % 4 end,
+       case when n > 999000 then 'pending' when n % 1000 = 0 then 'failed' else 'completed' end, n > 999000,
+       now() - (1000000 - n) * interval '1 second', now() - (1000000 - n) * interval '1 second',
+       case when n <= 999000 then now() end, case when n <= 999000 and n % 1000 = 0 then 'OSError: no' end,
+       case when n <= 999000 and n % 1000 = 0 then 'OSError' end, '{"to": "someone@example.com"}',
+       case when n % 10 = 0 then 'key-' || n end
+from generate_series(1, 1000000) as n
+"""
+
+
+@pytest.fixture(scope="module")
+def million(new_database: NewDatabase) -> Iterator[Conn]:
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url, autocommit=True, prepare_threshold=None) as conn:
+        conn.execute("alter table tasklib.tasks set (autovacuum_enabled = off)")
+        conn.execute("alter table tasklib.tasks disable trigger ring_on_insert")
+        conn.execute(literal(FILL))
+        conn.execute("alter table tasklib.tasks enable trigger ring_on_insert")
+        yield conn
+
+
+@pytest.fixture(params=["no statistics", "fresh statistics"])
+def conn(request: pytest.FixtureRequest, million: Conn) -> Conn:
+    if request.param == "no statistics":
+        million.execute("delete from pg_statistic where starelid = 'tasklib.tasks'::regclass")
+        million.execute("update pg_class set reltuples = -1, relpages = 0 where oid = 'tasklib.tasks'::regclass")
+    else:
+        million.execute("analyze tasklib.tasks")
+    return million
+
+
+@pytest.fixture(params=["auto", "force_generic_plan"])
+def plan_mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def explain(conn: Conn, plan_mode: str, query: str, *values: str) -> str:
+    """The plan of a named query, run for real; the values are SQL literals."""
+    conn.execute(literal(f"set plan_cache_mode = {plan_mode}"))
+    conn.execute("deallocate all")
+    conn.execute(literal(f"prepare query as {queries('tasks', 'tasklib')[query]}"))
+    call = f"explain (analyze, buffers, costs off, timing off) execute query({', '.join(values)})"
+    return "\n".join(row[0] for row in conn.execute(literal(call)))
+
+
+def buffers(plan: str) -> int:
+    """Pages touched by the execution: the first such line is the whole plan's."""
+    found = re.search(r"Buffers: shared ([^\n]+)", plan)
+    assert found is not None, plan
+    return sum(int(count) for count in re.findall(r"(?:hit|read)=(\d+)", found[1]))
+
+
+def middle_id(conn: Conn) -> str:
+    row = conn.execute("select id from tasklib.tasks order by id desc offset 500000 limit 1").fetchone()
+    assert row is not None
+    return f"'{row[0]}'"
+
+
+def listing(after: str = "null", state: str = "null", name: str = "null", limit: str = "100") -> list[str]:
+    return [after, state, name, "null", "null", "null", "null", limit]
+
+
+def test_get_reads_one_row_by_its_key(conn: Conn, plan_mode: str) -> None:
+    """An index scan on the primary key."""
+    plan = explain(conn, plan_mode, "get", middle_id(conn))
+    assert "Index Scan using tasks_pkey" in plan
+    assert buffers(plan) <= 8
+
+
+@pytest.mark.parametrize("state", ["null", "'completed'"])
+def test_list_walks_the_primary_key_backwards(conn: Conn, plan_mode: str, state: str) -> None:
+    """The newest hundred cost a few pages, whatever the size of the table."""
+    plan = explain(conn, plan_mode, "list", *listing(state=state))
+    assert "Index Scan Backward using tasks_pkey" in plan
+    assert "Sort" not in plan
+    assert buffers(plan) <= (2_000 if state != "null" else 200)
+
+
+def test_a_page_in_the_middle_starts_there(conn: Conn, plan_mode: str) -> None:
+    """`after` is a bound of the scan, not a filter: page 5,000 costs as much as page 1."""
+    plan = explain(conn, plan_mode, "list", *listing(after=middle_id(conn)))
+    assert "Index Scan Backward using tasks_pkey" in plan
+    assert re.search(r"Index Cond: \(id < ", plan)
+    assert buffers(plan) <= 200
+
+
+def test_failures_are_found_among_a_million(conn: Conn, plan_mode: str) -> None:
+    """Through the index that has nothing but unsuccessful tasks."""
+    plan = explain(conn, plan_mode, "list_unsuccessful", *listing(state="'failed'"))
+    assert "Index Scan Backward using tasks_unsuccessful" in plan
+    assert "Sort" not in plan
+    assert buffers(plan) <= 300
+
+
+def test_a_rare_failure_is_looked_for_among_failures_only(conn: Conn, plan_mode: str) -> None:
+    """A filter that matches nothing reads a thousand rows, not a million."""
+    plan = explain(conn, plan_mode, "list_unsuccessful", *listing(state="'failed'", name="'no_such_name'"))
+    assert "tasks_unsuccessful" in plan
+    assert buffers(plan) <= 2_500
+
+
+@pytest.mark.parametrize("key", ["null", "'new-key'", "'key-500000'"])
+def test_submit_touches_a_few_pages(conn: Conn, plan_mode: str, key: str) -> None:
+    """Also when the key is taken: found by its index, not by a scan."""
+    name = "'rare'" if key == "'key-500000'" else "'fresh'"
+    arguments = [
+        "null", name, "'{}'", """'{"to": "someone@example.com"}'""", "'default'", "0", "0", "null", "null", "3",
+        "null", "'{}'", key, "true", "'retry'",
+    ]  # fmt: skip
+    with conn.transaction(force_rollback=True):
+        plan = explain(conn, plan_mode, "submit", *arguments)
+    assert buffers(plan) <= 1_000, plan
+
+
+def test_the_lookup_of_an_earlier_task_uses_both_indexes(conn: Conn, plan_mode: str) -> None:
+    """The statement inside tasklib.submitted_before, by key and by id."""
+    conn.execute(literal(f"set plan_cache_mode = {plan_mode}"))
+    conn.execute("deallocate all")
+    conn.execute("prepare lookup (uuid, text) as select id from tasklib.tasks where id = $1 or idempotency_key = $2")
+    rows = conn.execute("explain (costs off) execute lookup('00000000-0000-7000-8000-000000000000', 'key-10')")
+    plan = "\n".join(row[0] for row in rows)
+    assert "tasks_pkey" in plan
+    assert "tasks_idempotency_key" in plan
+    assert "Seq Scan" not in plan

@@ -1,0 +1,79 @@
+"""Config keeps the original fields and defaults, refuses nonsense, and never shows the password."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tasklib
+from tasklib.connection import connection_string
+
+URL = "postgresql://app:S3CR3T@db.example/shop"
+
+
+def test_defaults_are_the_original_ones() -> None:
+    """The fields of TaskLib's Config, in order, with their defaults."""
+    config = tasklib.Config(database_url=URL)
+    assert (config.max_retries, config.base_retry_delay_seconds, config.retry_backoff_multiplier) == (3, 5.0, 2.0)
+    assert (config.lock_timeout_seconds, config.default_task_timeout_seconds, config.worker_id) == (600, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"database_url": None}, "Config.database_url"),
+        ({"max_retries": -1}, "Config.max_retries"),
+        ({"base_retry_delay_seconds": float("inf")}, "Config.base_retry_delay_seconds"),
+        ({"lock_timeout_seconds": 0}, "Config.lock_timeout_seconds"),
+        ({"max_argument_bytes": 2**30}, "Config.max_argument_bytes"),
+        ({"max_retrys": 3}, "Config.max_retrys: Unexpected"),
+        ({"schema": "Robert'); drop table"}, "cannot be the schema"),
+        ({"schema": "pg_catalog"}, "cannot be the schema"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], said: str) -> None:
+    """One clear error, before anything connects."""
+    with pytest.raises(tasklib.InvalidConfig, match=said.replace("(", r"\(").replace(")", r"\)")):
+        tasklib.Config(**{"database_url": URL, **fields})
+
+
+def test_the_password_is_never_shown() -> None:
+    """Not by repr, not by an error about another field, not by an error about the URL itself."""
+    assert "S3CR3T" not in repr(tasklib.Config(URL))
+    with pytest.raises(tasklib.InvalidConfig) as wrong:
+        tasklib.Config(URL, max_retries=-1)
+    assert "S3CR3T" not in str(wrong.value)
+    with pytest.raises(tasklib.InvalidConfig) as unreadable:
+        connection_string(tasklib.Config("host=x password=S3CR3T and so on"))
+    assert "S3CR3T" not in str(unreadable.value)
+    assert unreadable.value.__cause__ is None
+
+
+def test_an_sqlalchemy_url_is_understood() -> None:
+    """Many applications have their URL in that form."""
+    assert tasklib.Config("postgresql+psycopg://u@h/d").database_url == "postgresql://u@h/d"
+
+
+def test_connections_notice_a_vanished_peer() -> None:
+    """Keepalives and tcp_user_timeout are set, unless the URL says otherwise."""
+    made = connection_string(tasklib.Config("postgresql://h/d?tcp_user_timeout=1234"))
+    assert "tcp_user_timeout=1234" in made
+    assert "keepalives_idle=15" in made
+    assert "connect_timeout=10" in made
+
+
+def test_the_environment_names_the_database() -> None:
+    """TASKLIB_DATABASE_URL before DATABASE_URL before libpq's own variables."""
+    both = {"TASKLIB_DATABASE_URL": "host=a", "DATABASE_URL": "host=b", "TASKLIB_SCHEMA": "jobs"}
+    assert tasklib.Config.from_environment(both).database_url == "host=a"
+    assert tasklib.Config.from_environment(both).schema == "jobs"
+    assert tasklib.Config.from_environment({"PGHOST": "c"}).database_url == ""
+    with pytest.raises(tasklib.InvalidConfig, match="DATABASE_URL"):
+        tasklib.Config.from_environment({})
+
+
+def test_using_the_module_before_init_says_what_to_do() -> None:
+    """The first mistake of every newcomer."""
+    with pytest.raises(tasklib.NotInitialised, match=r"tasklib\.init"):
+        tasklib.list_tasks()

@@ -1,0 +1,128 @@
+"""The decorator: bare or with options, and the function stays what it was."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tasklib
+from tasklib.registry import default_registry, discover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def test_a_task_function_is_still_a_function() -> None:
+    """Calling it runs it here and now, with its name, doc and signature."""
+
+    @tasklib.task
+    def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    assert double(4) == 8
+    assert (double.__name__, double.__doc__) == ("double", "Twice the number.")  # type: ignore[attr-defined]
+    assert list(inspect.signature(double).parameters) == ["number"]
+    assert repr(double) == "<task function 'double'>"
+
+
+async def test_an_async_function_is_still_one() -> None:
+    """Awaiting it runs it here and now."""
+
+    @tasklib.task(name="mail.send")
+    async def send() -> str:
+        return "sent"
+
+    assert await send() == "sent"
+    assert send.name == "mail.send"
+
+
+def test_registered_tasks_are_listed_as_tuples() -> None:
+    """`get_registered_tasks() -> dict[str, tuple]`."""
+
+    @tasklib.task(max_retries=5, timeout_seconds=30, retry_on=[OSError], no_retry_on=KeyError)
+    def send_email(to: str) -> None: ...
+
+    registered = tasklib.get_registered_tasks()["send_email"]
+    function, arguments, options = registered
+    assert isinstance(registered, tuple)
+    assert function is send_email.function
+    assert arguments.encode((), {"to": "a"}).kwargs == '{"to":"a"}'
+    assert (options.max_retries, options.timeout_seconds) == (5, 30)
+    assert (options.retry_on, options.no_retry_on) == ((OSError,), (KeyError,))
+
+
+def test_two_functions_with_one_name_are_refused() -> None:
+    """A stored task would run whichever was imported last."""
+
+    def make(suffix: str) -> Callable[[], None]:
+        def same() -> None: ...
+
+        same.__qualname__ = f"same_{suffix}"
+        return same
+
+    tasklib.task(make("a"))
+    with pytest.raises(tasklib.InvalidTaskDefinition, match=r"two functions are called 'same'.*same_a.*same_b"):
+        tasklib.task(make("b"))
+
+
+def test_a_reloaded_module_replaces_its_functions() -> None:
+    """Development servers import modules again; that is not a second definition."""
+    source = "import tasklib\n@tasklib.task\ndef reloaded(): ...\n"
+    code = compile(source, "app.py", "exec")
+    exec(code, {"__name__": "app"})
+    exec(code, {"__name__": "app"})
+    assert "reloaded" in default_registry
+
+
+@pytest.mark.parametrize("parameter", ["priority", "tags", "queue", "delay_seconds", "connection"])
+def test_a_parameter_called_like_an_option_is_refused(parameter: str) -> None:
+    """Its value would be taken for the option, in silence."""
+    namespace: dict[str, Any] = {}
+    exec(f"def wrong({parameter}): ...", namespace)
+    with pytest.raises(tasklib.InvalidTaskDefinition, match=f"parameter {parameter} is called like an option"):
+        tasklib.task(namespace["wrong"])
+
+
+def test_a_parameter_may_be_called_func() -> None:
+    """`func` is positional-only in submit_task."""
+
+    @tasklib.task
+    def apply(func: str) -> None: ...
+
+    assert apply.new(func="x").kwargs == '{"func":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"max_retrys": 1}, "no option max_retrys"), ({"retry_on": ["OSError"]}, "exception classes")],
+)
+def test_a_wrong_decorator_option_is_named(options: dict[str, Any], said: str) -> None:
+    """At import, where the mistake is."""
+    with pytest.raises((tasklib.InvalidTaskDefinition, tasklib.InvalidOptions), match=said):
+        tasklib.task(**options)(lambda: None)
+
+
+def test_a_lambda_needs_a_name() -> None:
+    """`<lambda>` says nothing in a log."""
+    with pytest.raises(tasklib.InvalidTaskDefinition, match=r"@task\(name="):
+        tasklib.task(lambda: None)
+    assert tasklib.task(name="nothing")(lambda: None).name == "nothing"
+
+
+def test_an_unknown_task_lists_the_known_ones() -> None:
+    """The usual cause is a module that nobody imported."""
+
+    @tasklib.task
+    def known() -> None: ...
+
+    with pytest.raises(tasklib.TaskNotRegistered, match=r"'unknown'.*known"):
+        default_registry.get("unknown")
+
+
+def test_discovery_says_which_module_is_missing() -> None:
+    """And lets errors inside the module through."""
+    with pytest.raises(tasklib.TaskNotRegistered, match="'no_such_app'"):
+        discover(["no_such_app"])
