@@ -10,7 +10,7 @@ from tasklib.database import Database
 from tasklib.errors import TaskNotRegistered
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.statements import Statements
-from tasklib.submission import NewTask, new_task
+from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +110,8 @@ def _new_task(
         raise TaskNotRegistered(f"{func!r} is not a task function: decorate it with @tasklib.task")
     options = {name: value for name, value in kwargs.items() if name in RESERVED_PARAMETERS}
     arguments = {name: value for name, value in kwargs.items() if name not in RESERVED_PARAMETERS}
-    return new_task(func, args, arguments, cast("SubmitOptions", options)), options.get("connection")
+    terms = terms_of(func, cast("SubmitOptions", options))
+    return new_task(func, args, arguments, terms), options.get("connection")
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tasklib import migrate as migrations
-from tasklib.arguments import parse_json
 from tasklib.client import Client
 from tasklib.config import Config
 from tasklib.errors import InvalidArguments, TasklibError
 from tasklib.record import Task, is_retrying
 from tasklib.registry import default_registry, discover
 from tasklib.states import State
+from tasklib.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

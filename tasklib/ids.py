@@ -20,8 +20,8 @@ class TaskId(UUID):
     __slots__ = ("existed",)
     existed: bool
 
-    def __init__(self, value: UUID, *, existed: bool = False) -> None:
-        super().__init__(int=value.int)
+    def __init__(self, value: UUID | int, *, existed: bool = False) -> None:
+        super().__init__(int=value if isinstance(value, int) else value.int)
         object.__setattr__(self, "existed", existed)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -29,7 +29,7 @@ class TaskId(UUID):
 
 
 def _restore(value: int, existed: bool) -> TaskId:
-    return TaskId(UUID(int=value), existed=existed)
+    return TaskId(value, existed=existed)
 
 
 class IdSource:
@@ -51,7 +51,7 @@ class IdSource:
         self._counter = 0
         self._chance = 0
 
-    def __call__(self) -> UUID:
+    def __call__(self) -> TaskId:
         with self._lock:
             now = time.time_ns() // _MILLISECOND
             if now > self._millisecond:
@@ -68,9 +68,9 @@ class IdSource:
         self._chance = drawn & 0xFFFFFFFF
 
 
-def _compose(millisecond: int, counter: int, chance: int) -> UUID:
+def _compose(millisecond: int, counter: int, chance: int) -> TaskId:
     upper, lower = counter >> 30, counter & 0x3FFFFFFF
-    return UUID(int=millisecond << 80 | 0x7 << 76 | upper << 64 | 0b10 << 62 | lower << 32 | chance)
+    return TaskId(millisecond << 80 | 0x7 << 76 | upper << 64 | 0b10 << 62 | lower << 32 | chance)
 
 
 new_id = IdSource()

@@ -59,20 +59,20 @@ class Statements:
 
     def submit(self, task: NewTask) -> Statement[TaskId]:
         self._check_size(task)
-        defaults = self._defaults
-        max_retries = defaults["max_retries"] if task.max_retries is None else task.max_retries
-        timeout_seconds = defaults["timeout_seconds"] if task.timeout_seconds is None else task.timeout_seconds
+        terms, defaults = task.terms, self._defaults
+        max_retries = defaults["max_retries"] if terms.max_retries is None else terms.max_retries
+        timeout_seconds = defaults["timeout_seconds"] if terms.timeout_seconds is None else terms.timeout_seconds
         parameters = (
-            task.id, task.name, task.args, task.kwargs, task.queue, task.priority, task.delay_seconds,
-            task.scheduled_at, task.expires_at, max_retries, timeout_seconds,
-            task.tags, task.idempotency_key, task.store_result, task.on_crash,
+            task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
+            terms.scheduled_at, terms.expires_at, max_retries, timeout_seconds,
+            terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
         )  # fmt: skip
         return Statement(self._sql["submit"], parameters, lambda rows: _read_id(task, *rows[0]))
 
     def submit_many(self, tasks: Iterable[NewTask]) -> list[Statement[dict[UUID, TaskId]]]:
         """One statement a batch, all in the order of the keys, so that two overlapping submits cannot deadlock."""
         unique = {task.id: task for task in tasks}.values()
-        by_key = sorted(unique, key=lambda task: task.idempotency_key or "")
+        by_key = sorted(unique, key=lambda task: task.terms.idempotency_key or "")
         return [self._submit_batch(by_key[at : at + BATCH_ROWS]) for at in range(0, len(by_key), BATCH_ROWS)]
 
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
@@ -98,7 +98,9 @@ class Statements:
     def _submit_batch(self, batch: Sequence[NewTask]) -> Statement[dict[UUID, TaskId]]:
         for task in batch:
             self._check_size(task)
-        tasks_json = "[" + ",".join([task.to_json(self._defaults) for task in batch]) + "]"
+        terms = {id(task.terms): task.terms for task in batch}
+        terms_json = {key: each.to_json(self._defaults) for key, each in terms.items()}
+        tasks_json = "[" + ",".join([task.to_json(terms_json[id(task.terms)]) for task in batch]) + "]"
 
         def read(rows: list[Row]) -> dict[UUID, TaskId]:
             tasks = ((batch[ordinal - 1], id_, existed) for ordinal, id_, existed in rows)
@@ -125,8 +127,10 @@ def as_uuid(value: UUID | str) -> UUID:
 
 def _read_id(task: NewTask, found: Any, existed: Any) -> TaskId:
     """A submit that met its own row, after an unknown commit, has not met an earlier task."""
-    task_id = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
-    return TaskId(task_id, existed=bool(existed) and task_id != task.id)
+    if not existed:
+        return task.id
+    earlier = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
+    return task.id if earlier == task.id else TaskId(earlier, existed=True)
 
 
 def _read_one(rows: list[Row]) -> Task | None:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from tasklib.arguments import encode_untyped
-from tasklib.ids import new_id
+from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, TaskOptions, checked_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
-    from uuid import UUID
 
-    from tasklib.arguments import EncodedArguments
     from tasklib.task import TaskFunction
 
 # What encoding allows at most; Config.max_argument_bytes, which is known at the submit, may allow less.
@@ -26,13 +24,12 @@ _BY_NAME_ALONE = TaskOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class NewTask:
-    """A validated task that is not submitted yet. It has its id: to submit it twice is to submit it once."""
+class Terms:
+    """What a submit says besides the arguments, with the task function's defaults filled in.
 
-    id: UUID
-    name: str
-    args: str  # JSON text, like kwargs and tags
-    kwargs: str
+    Many tasks share one: it is checked once, and written as JSON once a batch. None means: as the Config says.
+    """
+
     queue: str
     priority: int
     delay_seconds: float
@@ -40,31 +37,37 @@ class NewTask:
     expires_at: datetime | None
     max_retries: int | None
     timeout_seconds: float | None
-    tags: str
+    tags: str  # JSON text
     idempotency_key: str | None
     store_result: bool
     on_crash: OnCrash
 
     def to_json(self, defaults: Mapping[str, Any]) -> str:
-        """One element of what tasklib.submit_many takes. What equals the function's own default is left out."""
-        parts = [f'"id":"{self.id}","name":"{self.name}","kwargs":{self.kwargs}']
-        if self.args != "{}":
-            parts.append(f'"args":{self.args}')
-        if self.tags != "{}":
-            parts.append(f'"tags":{self.tags}')
-        parts += [
-            f'"{option}":{to_json(value).decode()}'
-            for option, sql_default in _SCALARS.items()
+        """As members of one element of what tasklib.submit_many takes; what equals its own default is left out."""
+        tags = "" if self.tags == "{}" else f',"tags":{self.tags}'
+        return tags + "".join(
+            f',"{option}":{to_json(value).decode()}'
+            for option, sql_default in _SQL_DEFAULTS.items()
             if (value := _first(getattr(self, option), defaults.get(option))) != sql_default
-        ]
-        return "{" + ",".join(parts) + "}"
+        )
 
 
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    """A validated task that is not submitted yet. It has its id: to submit it twice is to submit it once."""
+
+    id: TaskId
+    name: str
+    args: str  # JSON text
+    kwargs: str
+    terms: Terms
+
+    def to_json(self, terms_json: str) -> str:
+        args = "" if self.args == "{}" else f',"args":{self.args}'
+        return f'{{"id":"{self.id}","name":"{self.name}","kwargs":{self.kwargs}{args}{terms_json}}}'
 
 
-_SCALARS = {
+_SQL_DEFAULTS = {
     "queue": DEFAULT_QUEUE,
     "priority": 0,
     "delay_seconds": 0.0,
@@ -79,16 +82,22 @@ _SCALARS = {
 
 
 def new_task(
-    task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], options: SubmitOptions
+    task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms
 ) -> NewTask:
+    """A task that is given by its name alone takes JSON values only: its signature is not at hand."""
+    if isinstance(task, str):
+        name = check_task_name(task)
+        encoded = encode_untyped(name, args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)
+    else:
+        name = task.name
+        encoded = task.arguments.encode(args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)
+    return NewTask(new_id(), name, encoded.args, encoded.kwargs, terms)
+
+
+def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Terms:
     given = checked_options(options)
     own = _BY_NAME_ALONE if isinstance(task, str) else task.task_options
-    encoded = _encode(task, args, kwargs)
-    return NewTask(
-        id=new_id(),
-        name=task if isinstance(task, str) else task.name,
-        args=encoded.args,
-        kwargs=encoded.kwargs,
+    return Terms(
         queue=given.get("queue", own.queue),
         priority=given.get("priority", own.priority),
         delay_seconds=given.get("delay_seconds", 0.0),
@@ -103,8 +112,5 @@ def new_task(
     )
 
 
-def _encode(task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EncodedArguments:
-    """A task given by its name alone takes JSON values only: its signature is not at hand."""
-    if isinstance(task, str):
-        return encode_untyped(check_task_name(task), args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)
-    return task.arguments.encode(args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value

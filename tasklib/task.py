@@ -10,9 +10,9 @@ from tasklib.application import default_async_client, default_client
 from tasklib.arguments import ArgumentSchema
 from tasklib.errors import InvalidTaskDefinition
 from tasklib.names import check_task_name
-from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions, checked_options
+from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions
 from tasklib.registry import default_registry
-from tasklib.submission import NewTask, new_task
+from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,6 +40,7 @@ class TaskFunction(Generic[P, R]):
         self.task_options = options or TaskOptions()
         _refuse_reserved_parameters(function, self.name)
         self.arguments = ArgumentSchema(function, self.name)
+        self._plainly = Submitter(self, {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -52,23 +53,23 @@ class TaskFunction(Generic[P, R]):
         return Submitter(self, options)
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return await self.options().submit(*args, **kwargs)
+        return await self._plainly.submit(*args, **kwargs)
 
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return self.options().submit_sync(*args, **kwargs)
+        return self._plainly.submit_sync(*args, **kwargs)
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
-        return self.options().new(*args, **kwargs)
+        return self._plainly.new(*args, **kwargs)
 
 
 class Submitter(Generic[P]):
     """A task function together with the options of a submit."""
 
     def __init__(self, task: TaskFunction[P, Any], options: SubmitOptions) -> None:
-        checked_options(options)
         self._task = task
         self._options = options
+        self._terms = terms_of(task, options)
 
     def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P]:
         return Submitter(self._task, {**self._options, **options})
@@ -82,7 +83,7 @@ class Submitter(Generic[P]):
         return default_client().submit(self.new(*args, **kwargs), connection=self._options.get("connection"))
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
-        return new_task(self._task, args, kwargs, self._options)
+        return new_task(self._task, args, kwargs, self._terms)
 
 
 @overload

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from tasklib.arguments import MAX_ARGUMENT_BYTES, ArgumentSchema, EncodedArguments, encode_untyped, parse_json
+from tasklib.arguments import ArgumentSchema, EncodedArguments, encode_untyped
 from tasklib.errors import InvalidArguments
+from tasklib.strict_json import MAX_ARGUMENT_BYTES, parse_json
 
 Jsonb = Callable[[str], str]
 

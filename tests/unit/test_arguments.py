@@ -16,17 +16,9 @@ import pytest
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, SecretStr, field_validator
 from typing_extensions import TypedDict
 
-from tasklib.arguments import (
-    MAX_ARGUMENT_BYTES,
-    MAX_DEPTH,
-    MAX_KEYS,
-    MAX_NUMBER_DIGITS,
-    ArgumentSchema,
-    EncodedArguments,
-    encode_untyped,
-    parse_json,
-)
+from tasklib.arguments import ArgumentSchema, EncodedArguments, encode_untyped
 from tasklib.errors import InvalidArguments, InvalidTaskDefinition
+from tasklib.strict_json import MAX_ARGUMENT_BYTES, MAX_DEPTH, MAX_KEYS, MAX_NUMBER_DIGITS, parse_json
 
 SECRET = "hunter2-S3CR3T"  # a canary
 

@@ -30,16 +30,19 @@ def test_a_task_takes_its_defaults_from_its_function(resize: Any) -> None:
     """What the decorator says holds where the submit says nothing."""
     new = resize.new("a.png", size=64)
     assert (new.name, new.args, json.loads(new.kwargs)) == ("resize", "{}", {"path": "a.png", "size": 64})
-    assert (new.queue, new.priority, new.max_retries, new.timeout_seconds) == ("images", 5, 1, 30.0)
-    assert (new.store_result, new.on_crash, new.delay_seconds, new.tags) == (False, "fail", 0.0, "{}")
+    terms = new.terms
+    assert (terms.queue, terms.priority, terms.max_retries, terms.timeout_seconds) == ("images", 5, 1, 30.0)
+    assert (terms.store_result, terms.on_crash, terms.delay_seconds, terms.tags) == (False, "fail", 0.0, "{}")
 
 
 def test_a_submit_overrides_its_function(resize: Any) -> None:
     """Zero and False are values, not absence."""
     options = {"queue": "slow", "priority": 0, "max_retries": 0, "store_result": True, "on_crash": "retry"}
-    new = resize.options(**options).options(timeout_seconds=1, delay_seconds=timedelta(minutes=2)).new("a", 1)
-    assert (new.queue, new.priority, new.max_retries, new.store_result, new.on_crash) == ("slow", 0, 0, True, "retry")
-    assert (new.timeout_seconds, new.delay_seconds) == (1.0, 120.0)
+    step = resize.options(**options).options(timeout_seconds=1, delay_seconds=timedelta(minutes=2))
+    terms = step.new("a", 1).terms
+    assert (terms.queue, terms.priority, terms.max_retries) == ("slow", 0, 0)
+    assert (terms.store_result, terms.on_crash) == (True, "retry")
+    assert (terms.timeout_seconds, terms.delay_seconds) == (1.0, 120.0)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +129,18 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
     def ping() -> None: ...
 
     plain: NewTask = ping.new()
-    assert json.loads(plain.to_json({"max_retries": 3})) == {"id": str(plain.id), "name": "ping", "kwargs": {}}
-    other = json.loads(plain.to_json({"max_retries": 7, "timeout_seconds": 9.0}))
+
+    def sent(new: NewTask, **defaults: Any) -> dict[str, Any]:
+        return dict(json.loads(new.to_json(new.terms.to_json(defaults))))
+
+    assert sent(plain, max_retries=3) == {"id": str(plain.id), "name": "ping", "kwargs": {}}
+    other = sent(plain, max_retries=7, timeout_seconds=9.0)
     assert (other["max_retries"], other["timeout_seconds"]) == (7, 9.0)
     every = ping.options(
         queue="q", priority=-1, scheduled_at=SOON, expires_at=SOON, max_retries=3, timeout_seconds=2,
         tags={"a": [1]}, idempotency_key='"k"', store_result=False, on_crash="fail",
     ).new()  # fmt: skip
-    assert json.loads(every.to_json({})) == {
+    assert sent(every) == {
         "id": str(every.id), "name": "ping", "kwargs": {}, "queue": "q", "priority": -1, "tags": {"a": [1]},
         "scheduled_at": "2030-01-01T00:00:00Z", "expires_at": "2030-01-01T00:00:00Z", "timeout_seconds": 2.0,
         "idempotency_key": '"k"', "store_result": False, "on_crash": "fail",

@@ -1,0 +1,152 @@
+"""The command `tasklib`, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    import tasklib
+    from tests.raw_sql import Conn, NewDatabase
+
+    Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+
+COMMAND = Path(sys.executable).with_name("tasklib")
+
+
+@pytest.fixture
+def run(database_url: str, tmp_path: Path) -> Run:
+    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "HOME": str(tmp_path), **environment}
+        command = [str(COMMAND), *words]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    return run
+
+
+def test_submit_list_show(run: Run) -> None:
+    """For people: an id, a table, everything about one task."""
+    made = run("submit", "resize", "path=a.png", "size:=64", "--queue", "images", "--delay", "90", "--tag", "batch=b")
+    task_id = made.stdout.strip()
+    assert (made.returncode, made.stderr) == (0, "")
+    listed = run("list").stdout
+    assert task_id in listed
+    assert re.search(r"resize\s+pending in 1\.\dm\s+images", listed)
+    shown = run("show", task_id).stdout
+    assert re.search(r'kwargs\s+{"path":"a.png","size":64}', shown)
+    assert re.search(r'tags\s+{"batch":"b"}', shown)
+
+
+def test_json_for_programs(run: Run, client: tasklib.Client) -> None:
+    """Every command's answer as JSON, with every column."""
+    first = json.loads(run("submit", "a", "--idempotency-key", "k", "--json").stdout)
+    again = json.loads(run("submit", "a", "--idempotency-key", "k", "--json").stdout)
+    assert (first["existed"], again["existed"]) == (False, True)
+    assert first["id"] == again["id"]
+    task = client.get_task(first["id"])
+    assert task is not None
+    shown = json.loads(run("show", first["id"], "--json").stdout)
+    assert [shown] == json.loads(run("list", "--json").stdout)
+    assert set(shown) == set(task.to_dict())
+    assert (shown["state"], shown["payload_digest"]) == ("pending", (task.payload_digest or b"").hex())
+
+
+def test_filters_and_pages(run: Run) -> None:
+    """The page's end says how to go on."""
+    for name in ("a", "b", "a"):
+        run("submit", name, "--tag", "n:=1")
+    page = run("list", "--name", "a", "--tag", "n:=1", "--limit", "1")
+    after = re.search(r"next page: --after (\S+)", page.stdout)
+    assert after is not None
+    rest = json.loads(run("list", "--name", "a", "--after", after[1], "--json").stdout)
+    assert len(rest) == 1
+    assert run("list", "--state", "failed", "--json").stdout == "[]\n"
+
+
+def test_an_application_checks_its_arguments(run: Run, tmp_path: Path) -> None:
+    """With --app the function is at hand: text is converted, mistakes are named."""
+    (tmp_path / "shop.py").write_text("import tasklib\n@tasklib.task\ndef pay(amount: int): ...\n")
+    made = json.loads(run("submit", "pay", "amount=5", "--app", "shop", "--json").stdout)
+    assert json.loads(run("show", made["id"], "--json").stdout)["kwargs"] == {"amount": 5}
+    wrong = run("submit", "pay", "amount=five", "--app", "shop")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith('tasklib: pay: argument "amount"')
+    assert "'py'" in run("submit", "py", TASKLIB_APP="shop").stderr
+    assert "no_shop" in run("submit", "pay", "--app", "no_shop").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["show", "42"], 1, "not a task id"),
+        (["show", "00000000-0000-7000-8000-000000000000"], 1, "there is no task"),
+        (["list", "--state", "done"], 1, "not a state"),
+        (["submit", "a", "--kwargs", '{"x": 1, "x": 2}'], 1, "twice"),
+        (["submit", "a", "--kwargs", "[]"], 1, "JSON object"),
+        (["submit", "a", "x:=1e400000"], 1, "x"),
+        (["submit", "a", "oops"], 2, "KEY=VALUE"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run: Run, words: list[str], code: int, said: str) -> None:
+    """No traceback; 1 is refused, 2 is wrong usage."""
+    refused = run(*words)
+    assert refused.returncode == code
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_terminal_codes_in_stored_text_are_shown_not_obeyed(run: Run, conn: Conn) -> None:
+    """Anyone who may submit could otherwise write to an operator's terminal."""
+    conn.execute(
+        """insert into tasklib.tasks (name, state, completed_at, error, kwargs)
+           values ('t', 'failed', now(), E'\\x1b[2Jgone [red]', '{"a": "\\u001b]0;x\\u0007"}')"""
+    )
+    task_id = json.loads(run("list", "--json").stdout)[0]["id"]
+    for output in (run("list").stdout, run("show", task_id).stdout):
+        assert "\x1b" not in output
+        assert r"\x1b[2Jgone [red]" in output
+
+
+def test_migrate(run: Run, new_database: NewDatabase) -> None:
+    """Check, print, make."""
+    url = new_database()
+    assert run("migrate", "--check", DATABASE_URL=url).returncode == 1
+    assert "create table tasklib.tasks" in run("migrate", "--sql", DATABASE_URL=url).stdout
+    assert "applied: 0001_tasks" in run("migrate", DATABASE_URL=url).stdout
+    assert run("migrate", "--check", DATABASE_URL=url).returncode == 0
+
+
+def test_another_schema_by_environment(run: Run, new_database: NewDatabase) -> None:
+    """TASKLIB_SCHEMA goes with the URL."""
+    url = new_database()
+    run("submit", "a", DATABASE_URL=url, TASKLIB_SCHEMA="jobs")
+    assert len(json.loads(run("list", "--json", DATABASE_URL=url, TASKLIB_SCHEMA="jobs").stdout)) == 1
+    assert json.loads(run("list", "--json", DATABASE_URL=url).stdout) == []
+
+
+def test_without_a_database_it_says_what_to_set(run: Run) -> None:
+    """The first thing that a newcomer meets."""
+    refused = run("list", DATABASE_URL="")
+    assert refused.returncode == 1
+    assert "DATABASE_URL" in refused.stderr
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    """Typer and rich come with the extra `cli`; the library does without."""
+    blind = "import sys; sys.modules['typer'] = None; import importlib.util as u; real = u.find_spec\n"
+    blind += "u.find_spec = lambda name: None if name == 'typer' else real(name)\n"
+    blind += "import tasklib.cli; tasklib.cli.main()"
+    refused = subprocess.run([sys.executable, "-c", blind], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "pip install 'tasklib-pg[cli]'" in refused.stderr
