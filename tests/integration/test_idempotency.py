@@ -143,21 +143,47 @@ def is_conflict(error: object) -> bool:
     return isinstance(error, psycopg.Error) and error.sqlstate == "TL409"
 
 
-def test_overlapping_bulks_cannot_deadlock(config: tasklib.Config) -> None:
-    """Eight threads submit the same keys in opposite orders, two batches' worth: all succeed, one task a key."""
+def test_overlapping_bulks_wait_for_each_other_in_one_order(
+    two: tuple[Conn, Conn], conn: Conn, database_url: str, client: tasklib.Client
+) -> None:
+    """Forced: both bulks have begun when a third transaction, which holds a key in the middle, lets go.
+
+    In the order given, each would hold what the other needs next; in the order of the keys, one waits for the other.
+    """
     task = tasklib.task(name="once")(_once)
-    keys = [f"k{n:05}" for n in range(1500)]
 
-    def submit_in(order: int) -> list[tasklib.TaskId]:
-        with tasklib.Client(config) as client:
-            ordered = keys if order % 2 else keys[::-1]
-            made = client.submit_many(task.options(idempotency_key=key).new(1) for key in ordered)
-            return made if order % 2 else made[::-1]
+    def submit_keys(mine: Conn, keys: str) -> list[tasklib.TaskId]:
+        made = client.submit_many([task.options(idempotency_key=key).new(1) for key in keys], connection=mine)
+        mine.commit()
+        return made
 
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(submit_in, range(8)))
-    assert all(answer == answers[0] for answer in answers)
-    assert sum(not task_id.existed for answer in answers for task_id in answer) == len(keys)
+    with psycopg.connect(database_url) as gate, ThreadPoolExecutor(2) as pool:
+        client.submit(task.options(idempotency_key="m").new(1), connection=gate)
+        forth, back = (pool.submit(submit_keys, mine, keys) for mine, keys in zip(two, ("amz", "zma"), strict=True))
+        for mine in two:
+            wait_until_blocked(conn, mine.info.backend_pid)
+        gate.rollback()
+        assert forth.result(timeout=20) == back.result(timeout=20)[::-1]
+
+
+def test_a_sql_bulk_goes_by_the_order_of_its_keys(
+    two: tuple[Conn, Conn], conn: Conn, database_url: str, client: tasklib.Client
+) -> None:
+    """The same for tasklib.submit_many called from any other language, which does not sort by itself."""
+
+    def submit_keys(mine: Conn, keys: str) -> dict[str, UUID]:
+        tasks = json.dumps([{"name": "once", "idempotency_key": key} for key in keys])
+        rows = mine.execute("select ordinal, id from tasklib.submit_many(%s)", [tasks]).fetchall()
+        mine.commit()
+        return {keys[ordinal - 1]: task_id for ordinal, task_id in rows}
+
+    with psycopg.connect(database_url) as gate, ThreadPoolExecutor(2) as pool:
+        client.submit_task("once", idempotency_key="m", connection=gate)
+        forth, back = (pool.submit(submit_keys, mine, keys) for mine, keys in zip(two, ("amz", "zma"), strict=True))
+        for mine in two:
+            wait_until_blocked(conn, mine.info.backend_pid)
+        gate.rollback()
+        assert forth.result(timeout=20) == back.result(timeout=20)
 
 
 def test_a_key_twice_in_one_bulk(client: tasklib.Client) -> None:

@@ -1,0 +1,88 @@
+"""Removes guards one by one, each in a copy of the tree, and sees the named test go red.
+
+A test that stays green without its guard proves nothing. The list is tests/mutants.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("tasklib", "daemon", "tests", "examples", "pyproject.toml", "README.md", "LICENSE")
+SECONDS = 150  # a test that hangs without its guard has gone red too
+TESTS_FAILED = 1  # pytest's exit code; anything else (no such test, wrong usage) is a mistake in the list
+
+
+def copy_tree(target: Path) -> None:
+    for name in PARTS:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target / name)
+
+
+def apply(mutant: dict[str, Any], tree: Path) -> None:
+    for edit in mutant["edits"]:
+        path = tree / edit["file"]
+        text = path.read_text(encoding="utf-8")
+        count = text.count(edit["find"])
+        if count != 1:
+            raise SystemExit(f"{mutant['guard']}: {edit['find']!r} stands {count} times in {edit['file']}, not once")
+        path.write_text(text.replace(edit["find"], edit["replace"]), encoding="utf-8")
+
+
+def goes_red(mutant: dict[str, Any], tree: Path) -> tuple[bool, str]:
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'daemon'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    where = subprocess.run(
+        [sys.executable, "-c", "import tasklib; print(tasklib.__file__)"],
+        env=environment, cwd=tree, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    if not where.startswith(str(tree)):
+        raise SystemExit(f"the copy in {tree} is not what would be tested, but {where}")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", mutant["test"]]
+    try:
+        run = subprocess.run(
+            command, env=environment, cwd=tree, capture_output=True, text=True, check=False, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return True, "hangs"
+    if run.returncode not in (0, TESTS_FAILED):
+        raise SystemExit(f"{mutant['guard']}: pytest exited with {run.returncode}\n{run.stdout}{run.stderr}")
+    return run.returncode == TESTS_FAILED, run.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only the few that run with the suite")
+    parser.add_argument("words", nargs="*", help="only guards that contain these words")
+    options = parser.parse_args()
+    mutants = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    chosen = [
+        m for m in mutants if (m.get("quick") or not options.quick) and all(w in m["guard"] for w in options.words)
+    ]
+    green = []
+    for mutant in chosen:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory).chmod(0o755)
+            copy_tree(Path(directory))
+            apply(mutant, Path(directory))
+            is_red, _ = goes_red(mutant, Path(directory))
+        print(f"{'red  ' if is_red else 'GREEN'} {time.monotonic() - began:6.1f} s  {mutant['guard']}", flush=True)
+        green += [] if is_red else [mutant["guard"]]
+    print(f"{len(chosen) - len(green)} of {len(chosen)} guards are proven by their tests")
+    return 1 if green else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
