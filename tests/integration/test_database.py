@@ -260,7 +260,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("script", [TWO_LOOPS, FORK, FORK_IN_LOOP], ids=["two loops", "fork", "fork in a loop"])
 def test_pools_belong_to_a_process_and_a_loop(database_url: str, script: str) -> None:
     """Preforking servers, several asyncio.run, pytest-asyncio: no inherited socket, no warning, nothing left open."""
-    command = [sys.executable, "-X", "dev", "-W", "error", "-c", SCRIPT_HEAD + script, database_url]
+    command = [sys.executable, "-W", "error", "-c", SCRIPT_HEAD + script, database_url]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
 

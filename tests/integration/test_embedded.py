@@ -415,7 +415,8 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 def as_plain_user() -> list[str]:
     """A prefix for commands, empty if we are no root. A Python in root's home stays readable by one capability."""
-    prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    not_measured = ["env", "-u", "COVERAGE_PROCESS_CONFIG", "-u", "COVERAGE_PROCESS_START"]  # nobody may write here
+    prefix = [*not_measured, "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     if not IS_ROOT:
         return []
     if run([*prefix, "sh", "-c", 'exec "$0" -c ""', sys.executable]).returncode == 0:
