@@ -1,6 +1,7 @@
 """A task queue for Python that needs nothing but PostgreSQL."""
 
 from tasklib.application import (
+    close,
     get_task,
     get_task_async,
     init,
@@ -24,6 +25,7 @@ from tasklib.errors import (
     InvalidOptions,
     InvalidTaskDefinition,
     NotInitialised,
+    SchemaBusy,
     SchemaChanged,
     SchemaError,
     SchemaMissing,
@@ -33,7 +35,7 @@ from tasklib.errors import (
     TaskNotRegistered,
 )
 from tasklib.ids import TaskId
-from tasklib.options import SubmitOptions, TaskOptions
+from tasklib.options import OnCrash, SubmitOptions, TaskOptions
 from tasklib.record import (
     Task,
     is_buried,
@@ -46,9 +48,10 @@ from tasklib.record import (
     is_retrying,
     is_running,
 )
+from tasklib.statements import ListFilters
 from tasklib.states import State
 from tasklib.submission import NewTask
-from tasklib.task import RegisteredTask, TaskFunction, get_registered_tasks, task
+from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
 from tasklib.version import __version__
 
 __all__ = [
@@ -64,9 +67,12 @@ __all__ = [
     "InvalidConfig",
     "InvalidOptions",
     "InvalidTaskDefinition",
+    "ListFilters",
     "NewTask",
     "NotInitialised",
+    "OnCrash",
     "RegisteredTask",
+    "SchemaBusy",
     "SchemaChanged",
     "SchemaError",
     "SchemaMissing",
@@ -74,6 +80,7 @@ __all__ = [
     "SchemaTooNew",
     "State",
     "SubmitOptions",
+    "Submitter",
     "Task",
     "TaskFunction",
     "TaskId",
@@ -81,6 +88,7 @@ __all__ = [
     "TaskOptions",
     "TasklibError",
     "__version__",
+    "close",
     "get_registered_tasks",
     "get_task",
     "get_task_async",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from tasklib.client import AsyncClient, Client
 from tasklib.config import Config
-from tasklib.database import Database
 from tasklib.errors import NotInitialised
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Application:
-    config: Config
     client: Client
     async_client: AsyncClient
 
@@ -36,13 +34,19 @@ _application: _Application | None = None
 def init(config: Config | None = None) -> None:
     """Say which database to use; without a Config, the one that the environment names (DATABASE_URL or PG*).
 
-    Opens no connection. Calling it again replaces the default client; connections of the one before are closed.
+    Opens no connection. Calling it again replaces the default client, as after `close`.
     """
     global _application  # noqa: PLW0603 - the one default of the module-level functions
-    config = config or Config.from_environment()
-    database = Database(config)
-    previous = _application
-    _application = _Application(config, Client(config, database), AsyncClient(config, database))
+    config = Config.from_environment() if config is None else config
+    client = Client(config)
+    close()
+    _application = _Application(client, AsyncClient(config, client.database))
+
+
+def close() -> None:
+    """Forget the default client and close its connections; those of a running event loop close with the loop."""
+    global _application
+    previous, _application = _application, None
     if previous is not None:
         previous.client.close()
 

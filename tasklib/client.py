@@ -4,19 +4,21 @@ convenience over a default pair of these clients.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
+from tasklib.config import Config
 from tasklib.database import Database
-from tasklib.errors import TaskNotRegistered
+from tasklib.errors import InvalidConfig, InvalidOptions, TaskNotRegistered
 from tasklib.options import RESERVED_PARAMETERS
+from tasklib.registry import default_registry
 from tasklib.statements import Statements
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from tasklib.config import Config
     from tasklib.ids import TaskId
     from tasklib.options import SubmitOptions
     from tasklib.record import Task
@@ -28,12 +30,13 @@ class Client:
     """Sync. Safe to share between threads, and to keep across a fork."""
 
     def __init__(self, config: Config, database: Database | None = None) -> None:
-        self._statements = Statements(config)
-        self._database = database or Database(config)
+        self._statements = Statements(_checked(config))
+        self.database = database or Database(config)
 
     def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
         """Submit what `function.new(...)` made. With `connection`, in that connection's transaction."""
-        return self._database.run(self._statements.submit(task), connection=connection)[0]
+        _all_new([task])
+        return self.database.run(self._statements.submit(task), connection=connection)[0]
 
     def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
         """Takes what `tasklib.submit_task` takes."""
@@ -42,21 +45,21 @@ class Client:
 
     def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
         """All or none, in one transaction; an id for each, in the order given."""
-        given = list(tasks)
-        batches = self._database.run(*self._statements.submit_many(given), connection=connection)
+        given = _all_new(tasks)
+        batches = self.database.run(*self._statements.submit_many(given), connection=connection)
         return _in_order(given, batches)
 
     def get_task(self, task_id: UUID | str) -> Task | None:
-        return self._database.run(self._statements.get(task_id))[0]
+        return self.database.run(self._statements.get(task_id))[0]
 
     def list_tasks(
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
     ) -> list[Task]:
         """Newest first. Filters: queue, tags, created_after, created_before; `after` asks for the next page."""
-        return self._database.run(self._statements.list(state, name, limit, **filters))[0]
+        return self.database.run(self._statements.list(state, name, limit, **filters))[0]
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -69,31 +72,32 @@ class AsyncClient:
     """The same verbs for asyncio. Safe to use from several event loops: each has its own connections."""
 
     def __init__(self, config: Config, database: Database | None = None) -> None:
-        self._statements = Statements(config)
-        self._database = database or Database(config)
+        self._statements = Statements(_checked(config))
+        self.database = database or Database(config)
 
     async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
-        return (await self._database.run_async(self._statements.submit(task), connection=connection))[0]
+        _all_new([task])
+        return (await self.database.run_async(self._statements.submit(task), connection=connection))[0]
 
     async def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
         task, connection = _new_task(func, args, kwargs)
         return await self.submit(task, connection=connection)
 
     async def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
-        given = list(tasks)
-        batches = await self._database.run_async(*self._statements.submit_many(given), connection=connection)
+        given = _all_new(tasks)
+        batches = await self.database.run_async(*self._statements.submit_many(given), connection=connection)
         return _in_order(given, batches)
 
     async def get_task(self, task_id: UUID | str) -> Task | None:
-        return (await self._database.run_async(self._statements.get(task_id)))[0]
+        return (await self.database.run_async(self._statements.get(task_id)))[0]
 
     async def list_tasks(
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
     ) -> list[Task]:
-        return (await self._database.run_async(self._statements.list(state, name, limit, **filters)))[0]
+        return (await self.database.run_async(self._statements.list(state, name, limit, **filters)))[0]
 
     async def close(self) -> None:
-        await self._database.close_async()
+        await self.database.close_async()
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,16 +106,44 @@ class AsyncClient:
         await self.close()
 
 
+def _checked(config: Any) -> Config:
+    if not isinstance(config, Config):
+        raise InvalidConfig("pass a tasklib.Config, e.g. tasklib.Config(database_url=...)")
+    return config
+
+
 def _new_task(
     func: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[NewTask, Any]:
     """Tell the options from the task's own arguments: no parameter of a task may be called like an option."""
-    if not isinstance(func, str) and not hasattr(func, "task_options"):
-        raise TaskNotRegistered(f"{func!r} is not a task function: decorate it with @tasklib.task")
+    func = _function_of(func)
     options = {name: value for name, value in kwargs.items() if name in RESERVED_PARAMETERS}
     arguments = {name: value for name, value in kwargs.items() if name not in RESERVED_PARAMETERS}
     terms = terms_of(func, cast("SubmitOptions", options))
     return new_task(func, args, arguments, terms), options.get("connection")
+
+
+def _function_of(func: Any) -> TaskFunction[..., Any] | str:
+    """A name that is registered here stands for its function, with its checks and defaults."""
+    from tasklib.task import Submitter, TaskFunction  # noqa: PLC0415 - task functions submit through this module
+
+    if isinstance(func, str):
+        return default_registry.get(func) if func in default_registry else func
+    if isinstance(func, Submitter):
+        raise InvalidOptions("call .submit(...) on what options(...) returns, or give the options to submit_task")
+    if not isinstance(func, TaskFunction):
+        raise TaskNotRegistered(
+            f"{getattr(func, '__name__', func)!r} is not a task function: decorate it with @tasklib.task, or use what "
+            f"tasklib.task(...) returned"
+        )
+    return func
+
+
+def _all_new(tasks: Any) -> list[NewTask]:
+    given: list[Any] = list(tasks) if isinstance(tasks, Iterable) else [None]
+    if not all(isinstance(task, NewTask) for task in given):
+        raise InvalidOptions("submit takes a task that function.new(...) made, submit_many several of them")
+    return given
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic_core import to_json
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tasklib import migrate as migrations
 from tasklib.client import Client
 from tasklib.config import Config
 from tasklib.errors import InvalidArguments, TasklibError
+from tasklib.options import RESERVED_PARAMETERS
 from tasklib.record import Task, is_retrying
 from tasklib.registry import default_registry, discover
 from tasklib.states import State
 from tasklib.strict_json import parse_json
+from tasklib.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,9 +37,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
 STATE_STYLES = {State.COMPLETED: "green", State.RUNNING: "cyan", State.FAILED: "red", State.BURIED: "red"}
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def run() -> None:
@@ -72,6 +83,8 @@ def submit(
     queue: str | None = None,
     priority: Annotated[int | None, typer.Option(help="Higher runs first.")] = None,
     delay: Annotated[float, typer.Option(help="Seconds to wait before it may run.")] = 0,
+    scheduled_at: Annotated[str | None, typer.Option(help="Not before this moment: 2030-01-31T12:00:00+01:00.")] = None,
+    expires_at: Annotated[str | None, typer.Option(help="Not run at all if not started by then.")] = None,
     max_retries: int | None = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that one attempt may take.")] = None,
     idempotency_key: str | None = None,
@@ -79,7 +92,7 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit one task."""
-    values = _object(kwargs) | _pairs(arguments)
+    values = _arguments(kwargs, arguments)
     if app_module is not None:
         discover([app_module])
     with Client(Config.from_environment()) as client:
@@ -88,6 +101,8 @@ def submit(
             queue=queue,
             priority=priority,
             delay_seconds=delay,
+            scheduled_at=_moment(scheduled_at),
+            expires_at=_moment(expires_at),
             max_retries=max_retries,
             timeout_seconds=timeout,
             idempotency_key=idempotency_key,
@@ -132,7 +147,10 @@ def show(task_id: str, as_json: Json = False) -> None:
 
 
 def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:
-    table = Table("id", "name", "state", "queue", "priority", "age", "attempt", "error", box=None, header_style="bold")
+    whole_id = Column("id", no_wrap=True, min_width=36)
+    table = Table(
+        whole_id, "name", "state", "queue", "priority", "age", "attempt", "error", box=None, header_style="bold"
+    )
     for task in tasks:
         state = Text(_state_words(task, now), style=STATE_STYLES.get(task.state, ""))
         error = _printable((task.error or "").split("\n", 1)[0])[:60]
@@ -152,7 +170,7 @@ def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:
 
 
 def _task_table(task: Task) -> Table:
-    table = Table(box=None, show_header=False)
+    table = Table(Column(), Column(overflow="fold"), box=None, show_header=False)
     for field, value in task.to_dict().items():
         if value is not None:
             shown = value if isinstance(value, str) else _json(value).strip('"')
@@ -189,6 +207,22 @@ def _json(value: Any) -> str:
     return to_json(value, bytes_mode="hex").decode()
 
 
+def _moment(text: str | None) -> datetime | None:
+    try:
+        return None if text is None else datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a moment such as 2030-01-31T12:00:00+01:00") from None
+
+
+def _arguments(kwargs: str | None, words: Iterable[str] | None) -> dict[str, Any]:
+    whole, single = _object(kwargs), _pairs(words)
+    if twice := sorted(whole.keys() & single.keys()):
+        raise typer.BadParameter(f"{', '.join(twice)} is given twice")
+    if options := sorted(RESERVED_PARAMETERS & (whole.keys() | single.keys())):
+        raise typer.BadParameter(f"{', '.join(options)} is an option of submit, not an argument: see --help")
+    return whole | single
+
+
 def _object(text: str | None) -> dict[str, Any]:
     value = {} if text is None else parse_json(text, "--kwargs")
     if not isinstance(value, dict):
@@ -197,7 +231,11 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def _pairs(words: Iterable[str] | None) -> dict[str, Any]:
-    return dict(map(_pair, words or ()))
+    pairs = [_pair(word) for word in words or ()]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise typer.BadParameter("a key is given twice")
+    return found
 
 
 def _pair(word: str) -> tuple[str, Any]:

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from tasklib.errors import InvalidConfig
 from tasklib.names import check_schema
+from tasklib.strict_json import LARGEST_ARGUMENT_BYTES, MAX_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Config:
     auto_migrate: bool = False
     pool_size: Annotated[int, Field(ge=1)] = 10
     database_timeout_seconds: _Seconds = 30.0
-    max_argument_bytes: Annotated[int, Field(gt=0, le=1024 * 1024)] = 256 * 1024
+    max_argument_bytes: Annotated[int, Field(gt=0, le=LARGEST_ARGUMENT_BYTES)] = MAX_ARGUMENT_BYTES
 
     @model_validator(mode="wrap")
     @classmethod

@@ -4,7 +4,11 @@ commit for a certain one, and speaks of its failures in our errors.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import time
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
@@ -21,6 +25,7 @@ from tasklib.errors import (
     SchemaMissing,
     TasklibError,
 )
+from tasklib.strict_json import MAX_NUMBER_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from tasklib.config import Config
 
 RV = TypeVar("RV")
+CANCEL_SECONDS = 2.0
 
 # A peer that vanished without a word is noticed within 30 s; the system's defaults take hours.
 # What the user's URL says comes first.
@@ -49,7 +55,11 @@ def connection_string(config: Config) -> str:
         raise InvalidConfig(
             "database_url cannot be read: write postgresql://user:password@host:port/database or libpq's key=value form"
         ) from None
-    return conninfo.make_conninfo("", **{**_CONNECTION_DEFAULTS, **given})
+    return conninfo.make_conninfo("", **{**_CONNECTION_DEFAULTS, **given, "client_encoding": "utf8"})
+
+
+# Shutdown by an administrator, in a crash, while starting; the database dropped; idle sessions and transactions ended.
+_CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04"})
 
 
 class DeadlinePassed(psycopg.OperationalError):
@@ -63,7 +73,7 @@ class CommitDoubtful(psycopg.OperationalError):
 class BoundedConnection(psycopg.Connection[Any]):
     """Psycopg's sync connection has no time limit on the client's side; this one has: `deadline`, in monotonic time."""
 
-    deadline = float("inf")
+    deadline = math.inf
     doubt: str | None = None
 
     def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
@@ -76,10 +86,18 @@ class BoundedConnection(psycopg.Connection[Any]):
                 # psycopg comes back here ten times a second, also when nothing has happened.
                 ready = yield wanted
                 if time.monotonic() > self.deadline:
+                    self._abandon()
                     raise DeadlinePassed("no answer from PostgreSQL in time")
                 wanted = gen.send(ready)
         except StopIteration as stop:
             return cast("RV", stop.value)
+
+    def _abandon(self) -> None:
+        """Ask the server to stop, or its backend would go on for nobody; then close: an answer may still come."""
+        self.deadline = math.inf
+        with contextlib.suppress(psycopg.Error):
+            self.cancel_safe(timeout=CANCEL_SECONDS)
+        self.pgconn.finish()
 
 
 class WatchedConnection(psycopg.AsyncConnection[Any]):
@@ -88,15 +106,34 @@ class WatchedConnection(psycopg.AsyncConnection[Any]):
 
 def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
     """What each connection of ours gets when it is new."""
-    set_json_loads(from_json, conn)
+    set_json_loads(load_json, conn)
 
     def notice(diagnostic: errors.Diagnostic) -> None:
-        # Our statements raise no warnings of their own. This one comes when the wait for a synchronous
-        # standby is cancelled: the server reports success all the same.
-        if diagnostic.severity_nonlocalized == "WARNING":
-            conn.doubt = diagnostic.message_primary or "warning"
+        # Cancelled while it waits for a synchronous standby, the server reports success all the same, and says in
+        # a warning what it did. Its words depend on the language; the place in its source does not.
+        if diagnostic.source_function == "SyncRepWaitForLSN":
+            conn.doubt = diagnostic.message_primary or "no word from the synchronous standby"
 
     conn.add_notice_handler(notice)
+
+
+def load_json(data: str | bytes) -> Any:
+    """For looking at what SQL let in: one row that Python cannot read must not hide all others of a list.
+
+    A number that no int or float holds comes as a Decimal; what is nested too deeply comes as a note that says so.
+    """
+    try:
+        return from_json(data)
+    except ValueError as error:
+        unreadable = {"unreadable": str(error)}
+    try:
+        return json.loads(data, parse_int=_whole_number)
+    except (ValueError, RecursionError):
+        return unreadable
+
+
+def _whole_number(digits: str) -> int | Decimal:
+    return int(digits) if len(digits) <= MAX_NUMBER_DIGITS else Decimal(digits)
 
 
 def raise_doubt(conn: BoundedConnection | WatchedConnection) -> None:
@@ -107,9 +144,9 @@ def raise_doubt(conn: BoundedConnection | WatchedConnection) -> None:
 
 def is_connection_lost(error: psycopg.Error) -> bool:
     """The connection is of no use any more, or could not be made; another one may work."""
-    if isinstance(error, errors.AdminShutdown | errors.CrashShutdown | errors.CannotConnectNow):
-        return True
-    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and error.sqlstate is None
+    if error.sqlstate is not None:
+        return error.sqlstate in _CONNECTION_ENDED or error.sqlstate.startswith("08")
+    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
 
 
 def is_passing_conflict(error: psycopg.Error) -> bool:
@@ -119,14 +156,21 @@ def is_passing_conflict(error: psycopg.Error) -> bool:
 def translate(error: psycopg.Error) -> TasklibError:
     """Our error for PostgreSQL's. The original stays behind it as the cause."""
     message = error.diag.message_primary or str(error).strip()
+    hint = error.diag.message_hint
     if error.sqlstate == "TL409":
-        return IdempotencyConflict(f"{message}. {error.diag.message_hint}")
-    if error.sqlstate == "TL400":
-        return InvalidOptions(" ".join(filter(None, [message, error.diag.message_hint])))
+        return IdempotencyConflict(f"{message}. {hint}")
+    if error.sqlstate in {"TL400", "TL500"}:
+        return InvalidOptions(f"{message}. {hint}" if hint else message)
     if isinstance(error, errors.CheckViolation | errors.NotNullViolation | psycopg.DataError):
         return InvalidOptions(f"PostgreSQL refused a value: {message}")
     if isinstance(error, errors.InvalidSchemaName | errors.UndefinedTable | errors.UndefinedFunction):
         return SchemaMissing(f"{message}. Run `tasklib migrate`.")
+    return _translate_database(error, message)
+
+
+def _translate_database(error: psycopg.Error, message: str) -> TasklibError:
+    if isinstance(error, errors.InsufficientPrivilege):
+        return DatabaseError(f"the role of database_url may not do this: {message}", sqlstate=error.sqlstate)
     if is_connection_lost(error) or isinstance(error, errors.TooManyConnections):
         return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
     return DatabaseError(message, sqlstate=error.sqlstate)

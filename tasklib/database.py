@@ -34,7 +34,7 @@ from tasklib.connection import (
 from tasklib.errors import CommitUnknown, DatabaseUnavailable, InvalidOptions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from tasklib.config import Config
     from tasklib.statements import Statement
@@ -62,12 +62,13 @@ class Database:
             self._check_schema()
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
         while True:
+            pool = self._pools().sync_pool()
             try:
-                with self._pools().sync_pool().connection(timeout=attempt.remaining()) as conn:
+                with pool.connection(timeout=attempt.remaining()) as conn:
                     conn.deadline = attempt.begin()
                     return _execute(conn, statements)
             except (psycopg.Error, PoolTimeout) as error:
-                time.sleep(attempt.pause_after(error))
+                time.sleep(attempt.pause_after(error, pool.get_stats()))
 
     async def run_async(self, *statements: Statement[T], connection: Any = None) -> list[T]:
         if connection is not None:
@@ -75,15 +76,15 @@ class Database:
         if not self._is_schema_checked:
             await asyncio.to_thread(self._check_schema)
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
-        pool = await self._pools().async_pool()
         while True:
+            pool = await self._pools().async_pool()
             try:
                 async with pool.connection(timeout=attempt.remaining()) as conn:
                     attempt.begin()
                     async with asyncio.timeout(attempt.remaining()):
                         return await _execute_async(conn, statements)
             except (psycopg.Error, PoolTimeout, TimeoutError) as error:
-                await asyncio.sleep(attempt.pause_after(error))
+                await asyncio.sleep(attempt.pause_after(error, pool.get_stats()))
 
     def close(self) -> None:
         """Close the sync pool. An async pool closes with its event loop, or by `close_async`."""
@@ -93,6 +94,11 @@ class Database:
         await self._pools().close_async()
 
     def _check_schema(self) -> None:
+        with self._pools().schema_check:
+            if not self._is_schema_checked:
+                self._ensure_schema()
+
+    def _ensure_schema(self) -> None:
         # Not at the top: `python -m tasklib.migrate` would find itself imported already, and warn.
         from tasklib import migrate  # noqa: PLC0415
 
@@ -123,8 +129,10 @@ class _Attempt:
         self._begun += 1
         return self._deadline
 
-    def pause_after(self, error: Exception) -> float:
-        pause = min(0.01 * 2.0 ** min(self._begun, 10), LONGEST_PAUSE_SECONDS)
+    def pause_after(self, error: Exception, pool: Mapping[str, int]) -> float:
+        """After a restart every idle connection of the pool is dead; they are gone through without a pause."""
+        fresh = max(self._begun - pool.get("pool_max", 0), 0)
+        pause = min(0.01 * 2.0 ** min(fresh, 10), LONGEST_PAUSE_SECONDS) if fresh else 0.0
         if isinstance(error, psycopg.Error) and not isinstance(error, CommitDoubtful | DeadlinePassed):
             if not (is_connection_lost(error) or is_passing_conflict(error)):
                 raise translate(error) from error
@@ -151,6 +159,7 @@ class _ProcessPools:
         self._conninfo = conninfo
         self._size = size
         self._lock = threading.Lock()
+        self.schema_check = threading.Lock()
         self._sync: ConnectionPool[BoundedConnection] | None = None
         self._async: dict[asyncio.AbstractEventLoop, _LoopPool] = {}
 
@@ -245,6 +254,7 @@ def _close_this_process(processes: dict[int, _ProcessPools]) -> None:
 
 
 def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> list[T]:
+    conn.doubt = None  # a call that was interrupted may have left one behind
     with ExitStack() as stack:
         if len(statements) > 1:
             stack.enter_context(conn.transaction())
@@ -254,6 +264,7 @@ def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> lis
 
 
 async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement[T]]) -> list[T]:
+    conn.doubt = None
     async with AsyncExitStack() as stack:
         if len(statements) > 1:
             await stack.enter_async_context(conn.transaction())
@@ -262,12 +273,18 @@ async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement
     return results
 
 
+def _needs_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], statements: Sequence[Any]) -> bool:
+    """Only where there would be none. Otherwise conn.transaction() on an idle connection would commit at its end."""
+    is_idle = conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+    return len(statements) > 1 and conn.autocommit and is_idle
+
+
 def _run_borrowed(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
     if not isinstance(conn, psycopg.Connection):
         raise InvalidOptions(f"connection must be a psycopg.Connection for a sync submit, got {type(conn).__name__}")
     try:
         with ExitStack() as stack:
-            if len(statements) > 1:
+            if _needs_transaction(conn, statements):
                 stack.enter_context(conn.transaction())
             return _send(conn, statements)
     except psycopg.Error as error:
@@ -282,7 +299,7 @@ async def _run_borrowed_async(conn: Any, statements: Sequence[Statement[T]]) -> 
         )
     try:
         async with AsyncExitStack() as stack:
-            if len(statements) > 1:
+            if _needs_transaction(conn, statements):
                 await stack.enter_async_context(conn.transaction())
             return await _send_async(conn, statements)
     except psycopg.Error as error:

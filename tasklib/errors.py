@@ -67,6 +67,10 @@ class SchemaTooNew(SchemaError):
     """The schema was changed by a newer, incompatible library: upgrade tasklib."""
 
 
+class SchemaBusy(SchemaError):
+    """Another migration is under way: try again later."""
+
+
 class SchemaChanged(SchemaError):
     """An applied migration differs from the one that the library carries."""
 

@@ -20,8 +20,8 @@ class TaskId(UUID):
     __slots__ = ("existed",)
     existed: bool
 
-    def __init__(self, value: UUID | int, *, existed: bool = False) -> None:
-        super().__init__(int=value if isinstance(value, int) else value.int)
+    def __init__(self, value: UUID | int | str, *, existed: bool = False) -> None:
+        super().__init__(int=value if isinstance(value, int) else UUID(str(value)).int)
         object.__setattr__(self, "existed", existed)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, LiteralString, cast
 
 import psycopg
 
 from tasklib.config import Config
-from tasklib.connection import connection_string, translate
-from tasklib.errors import InvalidConfig, SchemaChanged, SchemaMissing, SchemaOutdated, SchemaTooNew, TasklibError
+from tasklib.connection import BoundedConnection, connection_string, translate
+from tasklib.errors import (
+    InvalidConfig,
+    SchemaBusy,
+    SchemaChanged,
+    SchemaMissing,
+    SchemaOutdated,
+    SchemaTooNew,
+    TasklibError,
+)
 from tasklib.sql import folder, in_schema, queries
 
 if TYPE_CHECKING:
@@ -29,6 +39,11 @@ if TYPE_CHECKING:
 
 Phase = Literal["pre", "post"]
 LOCK_WAIT = "60s"
+TABLE_WAIT = "5s"  # for a table's lock: everyone who comes after the waiting migration waits with it
+
+# Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
+# order: of two versions in a rollout, each would take the other's functions for outdated.
+FUNCTIONS_REVISION = 1
 _FILE_NAME = re.compile(r"(\d{4})_(\w+)\.(pre|post)")
 
 
@@ -46,12 +61,13 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One row of schema_migrations. The functions, which are replaced whenever they differ, are version 0."""
+    """One row of schema_migrations. The functions, which are replaced as a whole, are version 0 with a revision."""
 
     version: int
     name: str
     phase: str
     checksum: str
+    revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +93,27 @@ def known_migrations() -> list[Migration]:
     return [Migration(int(name[1]), name[2], cast("Phase", name[3]), sql) for name, sql in named if name]
 
 
-def compare(applied: Sequence[Applied] | None, known: Sequence[Migration], functions: str) -> Difference:
+def compare(applied: Sequence[Applied] | None, known: Sequence[Migration]) -> Difference:
     """Pure: what is missing, or an error if the schema is not one that this library may touch."""
     if applied is None:
         return Difference(missing=True, pending=tuple(known), stale_functions=True)
     by_version = {row.version: row for row in applied}
     _refuse_changed(by_version, known)
     is_newer = _refuse_incompatible(applied, known)
-    stale = not is_newer and (0 not in by_version or by_version[0].checksum != _checksum(functions))
+    stale = not is_newer and (0 not in by_version or by_version[0].revision < FUNCTIONS_REVISION)
     pending = tuple(migration for migration in known if migration.version not in by_version)
     return Difference(missing=False, pending=pending, stale_functions=stale)
 
 
 def ensure(config: Config) -> None:
-    """Before first use: a missing schema is made; an older one is refused, unless `auto_migrate`."""
-    with _connect(config) as conn:
-        difference = find_difference(conn, config.schema)
+    """Before first use: a missing schema is made; an older one is refused, unless `auto_migrate`.
+
+    A role that may submit and nothing else cannot look; what it calls will tell it.
+    """
+    with _connect(config, seconds=config.database_timeout_seconds) as conn:
+        difference = _difference_if_visible(conn, config.schema)
+        if difference is None:
+            return
         if difference.missing or (difference.is_outdated and config.auto_migrate):
             apply(conn, config.schema)
         elif difference.is_outdated:
@@ -100,6 +121,15 @@ def ensure(config: Config) -> None:
                 f"schema {config.schema} is older than this tasklib (waiting: {difference}). "
                 f"Run `tasklib migrate`, or set Config.auto_migrate."
             )
+
+
+def _difference_if_visible(conn: psycopg.Connection, schema: str) -> Difference | None:
+    try:
+        return find_difference(conn, schema)
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+    except psycopg.Error as error:
+        raise translate(error) from error
 
 
 def migrate(config: Config, *, phase: Phase | None = None) -> Difference:
@@ -110,21 +140,25 @@ def migrate(config: Config, *, phase: Phase | None = None) -> Difference:
 
 def check(config: Config) -> Difference:
     with _connect(config) as conn:
-        return find_difference(conn, config.schema)
+        try:
+            return find_difference(conn, config.schema)
+        except psycopg.Error as error:
+            raise translate(error) from error
 
 
 def apply(conn: psycopg.Connection, schema: str, *, phase: Phase | None = None) -> Difference:
     try:
         with conn.transaction():
-            conn.execute("select set_config('lock_timeout', %s, true)", [LOCK_WAIT])
-            conn.execute(queries("schema_migrations", schema)["lock"])
+            for step in _preparation(schema):
+                conn.execute(step)
             difference = _only(find_difference(conn, schema), phase)
             for step in steps(difference, schema):
                 conn.execute(step)
             return difference
     except psycopg.errors.LockNotAvailable:
-        raise SchemaOutdated(
-            f"another migration of schema {schema} has been running for {LOCK_WAIT}; try again later"
+        raise SchemaBusy(
+            f"schema {schema} is in use: another migration ({LOCK_WAIT}), or a transaction that holds a table "
+            f"({TABLE_WAIT}), was waited for in vain. Nothing was changed; try again later"
         ) from None
     except psycopg.errors.InsufficientPrivilege as error:
         raise SchemaMissing(
@@ -135,11 +169,21 @@ def apply(conn: psycopg.Connection, schema: str, *, phase: Phase | None = None) 
         raise translate(error) from error
 
 
+def _preparation(schema: str) -> list[LiteralString]:
+    """Whatever the role's and the database's settings: after the lock, what others have committed is seen."""
+    return [
+        "set transaction isolation level read committed",
+        "set local statement_timeout = 0",
+        _with_literals("set_lock_timeout", schema, LOCK_WAIT),
+        queries("schema_migrations", schema)["lock"],
+        _with_literals("set_lock_timeout", schema, TABLE_WAIT),
+    ]
+
+
 def find_difference(conn: psycopg.Connection, schema: str) -> Difference:
-    own = queries("schema_migrations", schema)
-    exists = conn.execute(own["exists"]).fetchone() == (True,)
-    applied = [Applied(*row) for row in conn.execute(own["applied"])] if exists else None
-    return compare(applied, known_migrations(), _functions_text())
+    exists = conn.execute(_with_literals("exists", schema, schema)).fetchone() == (True,)
+    rows = conn.execute(queries("schema_migrations", schema)["applied"]) if exists else None
+    return compare(None if rows is None else [Applied(*row) for row in rows], known_migrations())
 
 
 def steps(difference: Difference, schema: str) -> list[LiteralString]:
@@ -150,16 +194,15 @@ def steps(difference: Difference, schema: str) -> list[LiteralString]:
         _with_literals("bootstrap", schema, schema),
         *(step for migration in difference.pending for step in _migration_steps(migration, schema)),
         *(in_schema(sql, schema) for _, sql in folder("functions")),
-        _with_literals("record", schema, 0, "functions", "functions", _checksum(_functions_text())),
+        _with_literals("record", schema, 0, "functions", "functions", functions_checksum(), FUNCTIONS_REVISION),
     ]
 
 
 def script(config: Config, difference: Difference | None = None, *, phase: Phase | None = None) -> str:
     """What `migrate` would run, for psql. Without a difference: all of it, for an empty database."""
-    difference = _only(difference or compare(None, known_migrations(), _functions_text()), phase)
-    lock = queries("schema_migrations", config.schema)["lock"] + ";"
-    parts = [sql.rstrip().rstrip(";") + ";" for sql in steps(difference, config.schema)]
-    return "\n\n".join(["begin;", lock, *parts, "commit;"]) + "\n"
+    difference = _only(difference or compare(None, known_migrations()), phase)
+    parts = ["begin", *_preparation(config.schema), *steps(difference, config.schema), "commit"]
+    return "\n\n".join(sql.rstrip().rstrip(";") + ";" for sql in parts) + "\n"
 
 
 def describe(conn: psycopg.Connection, schema: str) -> str:
@@ -168,7 +211,7 @@ def describe(conn: psycopg.Connection, schema: str) -> str:
 
 
 def _migration_steps(migration: Migration, schema: str) -> list[LiteralString]:
-    row = (migration.version, migration.name, migration.phase, migration.checksum)
+    row = (migration.version, migration.name, migration.phase, migration.checksum, 0)
     return [in_schema(migration.sql, schema), _with_literals("record", schema, *row)]
 
 
@@ -199,8 +242,8 @@ def _refuse_incompatible(applied: Sequence[Applied], known: Sequence[Migration])
     return bool(newer)
 
 
-def _functions_text() -> str:
-    return "\n".join(sql for _, sql in folder("functions"))
+def functions_checksum() -> str:
+    return _checksum("\n".join(sql for _, sql in folder("functions")))
 
 
 def _checksum(text: str) -> str:
@@ -218,11 +261,14 @@ def _literal(value: str | int) -> str:
     return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"
 
 
-def _connect(config: Config) -> psycopg.Connection:
+def _connect(config: Config, *, seconds: float = math.inf) -> psycopg.Connection:
+    """A migration may take its time; a first use has the time of any call."""
     try:
-        return psycopg.connect(connection_string(config), autocommit=True)
+        conn = BoundedConnection.connect(connection_string(config), autocommit=True)
     except psycopg.Error as error:
         raise translate(error) from error
+    conn.deadline = time.monotonic() + seconds
+    return conn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

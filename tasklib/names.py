@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from tasklib.errors import InvalidConfig, InvalidOptions, InvalidTaskDefinition
 
@@ -13,8 +14,8 @@ _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,47}")
 MAX_KEY_CHARACTERS = 255
 
 
-def check_task_name(name: str) -> str:
-    if not _TASK.fullmatch(name):
+def check_task_name(name: Any) -> str:
+    if not isinstance(name, str) or not _TASK.fullmatch(name):
         raise InvalidTaskDefinition(
             f"{name!r} cannot be a task's name: it must start with a letter or underscore, use only ASCII letters, "
             f'digits and _ . : -, and have at most 200 characters. Give one with @task(name="...").'

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from tasklib.arguments import encode_untyped
@@ -11,11 +12,13 @@ from tasklib.errors import InvalidOptions
 from tasklib.names import check_key, check_queue, check_tag_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 OnCrash = Literal["retry", "fail"]
 DEFAULT_QUEUE = "default"
 MAX_TAG_BYTES = 16 * 1024
+FIRST_MOMENT = datetime(1, 1, 2, tzinfo=UTC)
+LAST_MOMENT = datetime(9999, 12, 30, tzinfo=UTC)  # a day short of the calendar's ends, for every time zone
 CENTURY_SECONDS = 100 * 365 * 86400
 _INT4 = 2**31 - 1
 
@@ -55,9 +58,12 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in RESERVED_PARAMETERS & set(self.__slots__)}
+        for name in ("queue", "priority", "store_result", "on_crash"):
+            if own[name] is None:
+                raise InvalidOptions(f"@task({name}=None): leave it out for the default")
         checked_options(own)
         _check_exception_types("retry_on", self.retry_on or ())
-        _check_exception_types("no_retry_on", self.no_retry_on)
+        _check_exception_types("no_retry_on", self.no_retry_on or ())
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,12 +73,12 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidOptions(
             f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(RESERVED_PARAMETERS))}"
         )
-    if options.get("delay_seconds") and options.get("scheduled_at"):
+    if options.get("delay_seconds") and options.get("scheduled_at") is not None:
         raise InvalidOptions("give delay_seconds or scheduled_at, not both")
     return {name: _CHECKS[name](value) for name, value in options.items() if value is not None and name in _CHECKS}
 
 
-def _check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
+def check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
     def checked(value: Any) -> str:
         if not isinstance(value, str):
             raise InvalidOptions(f"{name} must be a string, got {value!r}")
@@ -81,23 +87,25 @@ def _check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
     return checked
 
 
-def _check_whole(name: str, least: int) -> Callable[[Any], int]:
+def check_whole(name: str, least: int, most: int = _INT4) -> Callable[[Any], int]:
     def checked(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _INT4:
-            raise InvalidOptions(f"{name} must be a whole number from {least} to {_INT4}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InvalidOptions(f"{name} must be a whole number from {least} to {most}, got {value!r}")
         return value
 
     return checked
 
 
-def _check_moment(name: str) -> Callable[[Any], datetime]:
+def check_moment(name: str) -> Callable[[Any], datetime]:
     def checked(value: Any) -> datetime:
         if not isinstance(value, datetime) or value.utcoffset() is None:
             raise InvalidOptions(
                 f"{name} must be a datetime with a time zone, e.g. datetime.now(timezone.utc) + timedelta(hours=1); "
                 f"a naive one would mean another moment on another host. Got {value!r}"
             )
-        return value
+        if not FIRST_MOMENT <= value <= LAST_MOMENT:
+            raise InvalidOptions(f"{name} must lie between {FIRST_MOMENT} and {LAST_MOMENT}, got {value!r}")
+        return value.astimezone(UTC)  # JSON has no seconds in an offset
 
     return checked
 
@@ -118,6 +126,8 @@ def _check_delay(value: Any) -> float:
 
 
 def _check_tags(tags: Any) -> str:
+    if not isinstance(tags, Mapping):
+        raise InvalidOptions(f"tags must be a mapping, got {type(tags).__name__}")
     for key in tags:
         check_tag_key(key)
     return encode_untyped("tags", (), tags, max_bytes=MAX_TAG_BYTES).kwargs
@@ -147,15 +157,15 @@ def _is_number(value: Any) -> bool:
 
 # Every option that is stored with the task; `connection` says where the submit goes instead.
 _CHECKS: dict[str, Callable[[Any], Any]] = {
-    "queue": _check_text("queue", check_queue),
-    "priority": _check_whole("priority", -_INT4),
+    "queue": check_text("queue", check_queue),
+    "priority": check_whole("priority", -_INT4),
     "delay_seconds": _check_delay,
-    "scheduled_at": _check_moment("scheduled_at"),
-    "expires_at": _check_moment("expires_at"),
-    "max_retries": _check_whole("max_retries", 0),
+    "scheduled_at": check_moment("scheduled_at"),
+    "expires_at": check_moment("expires_at"),
+    "max_retries": check_whole("max_retries", 0),
     "timeout_seconds": _check_timeout,
     "tags": _check_tags,
-    "idempotency_key": _check_text("idempotency_key", lambda key: check_key(key, "idempotency_key")),
+    "idempotency_key": check_text("idempotency_key", lambda key: check_key(key, "idempotency_key")),
     "store_result": _check_store_result,
     "on_crash": _check_on_crash,
 }

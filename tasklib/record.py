@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tasklib.states import State
 
@@ -67,42 +67,42 @@ class Task:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def is_pending(task: Task) -> bool:
+def is_pending(task: Task | None) -> TypeGuard[Task]:
     """Waits for its time, its parents or a worker, and has not been tried yet."""
-    return task.state == State.PENDING
+    return task is not None and task.state == State.PENDING
 
 
-def is_running(task: Task) -> bool:
+def is_running(task: Task | None) -> TypeGuard[Task]:
     """A worker holds it: in its buffer or executing."""
-    return task.state in {State.CLAIMED, State.RUNNING}
+    return task is not None and task.state in {State.CLAIMED, State.RUNNING}
 
 
-def is_completed(task: Task) -> bool:
-    return task.state == State.COMPLETED
+def is_completed(task: Task | None) -> TypeGuard[Task]:
+    return task is not None and task.state == State.COMPLETED
 
 
-def is_retrying(task: Task) -> bool:
+def is_retrying(task: Task | None) -> TypeGuard[Task]:
     """Failed, and waits for its next attempt."""
-    return task.state == State.FAILED and task.completed_at is None
+    return task is not None and task.state == State.FAILED and task.completed_at is None
 
 
-def is_failed(task: Task) -> bool:
+def is_failed(task: Task | None) -> TypeGuard[Task]:
     """Gave up. A task that waits for its next attempt is not failed in this sense: see `is_retrying`."""
-    return task.state == State.FAILED and task.completed_at is not None
+    return task is not None and task.state == State.FAILED and task.completed_at is not None
 
 
-def is_cancelled(task: Task) -> bool:
-    return task.state == State.CANCELLED
+def is_cancelled(task: Task | None) -> TypeGuard[Task]:
+    return task is not None and task.state == State.CANCELLED
 
 
-def is_expired(task: Task) -> bool:
-    return task.state == State.EXPIRED
+def is_expired(task: Task | None) -> TypeGuard[Task]:
+    return task is not None and task.state == State.EXPIRED
 
 
-def is_buried(task: Task) -> bool:
-    return task.state == State.BURIED
+def is_buried(task: Task | None) -> TypeGuard[Task]:
+    return task is not None and task.state == State.BURIED
 
 
-def is_final(task: Task) -> bool:
+def is_final(task: Task | None) -> TypeGuard[Task]:
     """Nothing more will happen to it by itself."""
-    return task.completed_at is not None
+    return task is not None and task.completed_at is not None

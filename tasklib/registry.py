@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 from pathlib import Path
@@ -56,13 +57,14 @@ def discover(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
-                raise
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise  # something that the module imports is missing, not the module
             raise TaskNotRegistered(f"module {module!r} cannot be found from {Path.cwd()}") from None
 
 
-def _place(function: TaskFunction[..., Any]) -> str:
-    return f"{function.function.__module__}.{function.function.__qualname__}"
+def _place(task: TaskFunction[..., Any]) -> str:
+    function = task.function
+    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def _is_same_definition(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> bool:
@@ -75,3 +77,5 @@ def _is_same_definition(known: TaskFunction[..., Any], new: TaskFunction[..., An
 
 
 default_registry = Registry()
+# What it holds must not outlive pydantic's own types: under Python's debug allocator that crashed the exit.
+atexit.register(default_registry.clear)

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
-from tasklib.options import checked_options
+from tasklib.options import check_moment, check_text, check_whole, checked_options
 from tasklib.record import Task
 from tasklib.sql import queries
 from tasklib.states import UNSUCCESSFUL, State
@@ -72,7 +72,7 @@ class Statements:
     def submit_many(self, tasks: Iterable[NewTask]) -> list[Statement[dict[UUID, TaskId]]]:
         """One statement a batch, all in the order of the keys, so that two overlapping submits cannot deadlock."""
         unique = {task.id: task for task in tasks}.values()
-        by_key = sorted(unique, key=lambda task: task.terms.idempotency_key or "")
+        by_key = sorted(unique, key=lambda task: (task.terms.idempotency_key or "\U0010ffff", task.id))
         return [self._submit_batch(by_key[at : at + BATCH_ROWS]) for at in range(0, len(by_key), BATCH_ROWS)]
 
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
@@ -81,16 +81,15 @@ class Statements:
     def list(
         self, state: str | None, name: str | None, limit: int, **filters: Unpack[ListFilters]
     ) -> Statement[list[Task]]:
-        if not 1 <= limit <= MAX_LIST_LIMIT:
-            raise InvalidOptions(
-                f"limit must be from 1 to {MAX_LIST_LIMIT}, got {limit!r}; the next page is asked for with after="
-            )
-        wanted = _state(state)
-        tags = checked_options({"tags": filters.get("tags")}).get("tags")
-        after = filters.get("after")
+        unknown = sorted(filters.keys() - _FILTER_CHECKS.keys())
+        if unknown:
+            raise InvalidOptions(f"unknown filter {', '.join(unknown)}; there are: {', '.join(_FILTER_CHECKS)}")
+        given = {"name": name, "state": state, **filters}
+        checked = {key: _FILTER_CHECKS[key](value) for key, value in given.items() if value is not None}
+        wanted = checked.get("state")
         parameters = (
-            None if after is None else as_uuid(after), wanted, name, filters.get("queue"), tags,
-            filters.get("created_after"), filters.get("created_before"), limit,
+            checked.get("after"), wanted, checked.get("name"), checked.get("queue"), checked.get("tags"),
+            checked.get("created_after"), checked.get("created_before"), _check_limit(limit),
         )  # fmt: skip
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
@@ -118,11 +117,14 @@ class Statements:
             )
 
 
-def as_uuid(value: UUID | str) -> UUID:
+def as_uuid(value: Any) -> UUID:
+    if isinstance(value, UUID):
+        return value
     try:
-        return value if isinstance(value, UUID) else UUID(value)
+        return UUID(value)
     except (ValueError, AttributeError, TypeError):
-        raise InvalidOptions(f"{value!r} is not a task id (a UUID)") from None
+        shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise InvalidOptions(f"{shown} is not a task id (a UUID)") from None
 
 
 def _read_id(task: NewTask, found: Any, existed: Any) -> TaskId:
@@ -141,8 +143,24 @@ def _read_all(rows: list[Row]) -> list[Task]:
     return [Task.from_row(row) for row in rows]
 
 
-def _state(state: str | None) -> State | None:
+def _tags(tags: Mapping[str, Any]) -> Any:
+    return checked_options({"tags": tags})["tags"]
+
+
+def _state(state: str) -> State:
     try:
-        return None if state is None else State(state)
+        return State(state)
     except ValueError:
         raise InvalidOptions(f"{state!r} is not a state; there are: {', '.join(State)}") from None
+
+
+_check_limit = check_whole("limit", 1, MAX_LIST_LIMIT)
+_FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "state": _state,
+    "name": check_text("name", str),
+    "queue": check_text("queue", str),
+    "tags": _tags,
+    "created_after": check_moment("created_after"),
+    "created_before": check_moment("created_before"),
+    "after": as_uuid,
+}

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 from tasklib.errors import InvalidArguments
 
-MAX_ARGUMENT_BYTES = 256 * 1024
+MAX_ARGUMENT_BYTES = 256 * 1024  # unless Config.max_argument_bytes says otherwise
+LARGEST_ARGUMENT_BYTES = 1024 * 1024  # and the most that it may say
 MAX_DEPTH = 64  # arrays and objects inside each other, the object of all arguments included
 MAX_KEYS = 10_000  # of all objects together
 MAX_NUMBER_DIGITS = 1_000  # jsonb takes 131,072

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -11,6 +11,7 @@ from tasklib.arguments import encode_untyped
 from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, TaskOptions, checked_options
+from tasklib.strict_json import LARGEST_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from tasklib.task import TaskFunction
 
-# What encoding allows at most; Config.max_argument_bytes, which is known at the submit, may allow less.
-LARGEST_ARGUMENT_BYTES = 1024 * 1024
 _BY_NAME_ALONE = TaskOptions()
 
 
@@ -58,8 +57,8 @@ class NewTask:
 
     id: TaskId
     name: str
-    args: str  # JSON text
-    kwargs: str
+    args: str = field(repr=False)  # JSON text; arguments may be secrets
+    kwargs: str = field(repr=False)
     terms: Terms
 
     def to_json(self, terms_json: str) -> str:
@@ -84,7 +83,10 @@ _SQL_DEFAULTS = {
 def new_task(
     task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms
 ) -> NewTask:
-    """A task that is given by its name alone takes JSON values only: its signature is not at hand."""
+    """A task that is given by its name alone takes JSON values only: its signature is not at hand.
+
+    Encoding allows what any Config may allow; the statement knows which Config it is for.
+    """
     if isinstance(task, str):
         name = check_task_name(task)
         encoded = encode_untyped(name, args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias
 
 from tasklib.application import default_async_client, default_client
 from tasklib.arguments import ArgumentSchema
-from tasklib.errors import InvalidTaskDefinition
+from tasklib.errors import InvalidOptions, InvalidTaskDefinition
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions
 from tasklib.registry import default_registry
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tasklib.ids import TaskId
 
@@ -31,19 +31,26 @@ class TaskFunction(Generic[P, R]):
     await send_email.options(queue="mail", delay_seconds=60).submit(to="alice@example.com")
     """
 
+    __name__: str
+    __qualname__: str
+
     def __init__(
         self, function: Callable[P, R], *, name: str | None = None, options: TaskOptions | None = None
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # the function's own attributes may be called like ours
         self.function = function
-        self.name = check_task_name(name or str(getattr(function, "__name__", function)))
+        self.name = check_task_name(str(getattr(function, "__name__", function)) if name is None else name)
         self.task_options = options or TaskOptions()
-        _refuse_reserved_parameters(function, self.name)
         self.arguments = ArgumentSchema(function, self.name)
+        _refuse_reserved_parameters(function, self.name)
+        _refuse_methods(function, self.name)
         self._plainly = Submitter(self, {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # found again by its place in its module, as functions are
 
     def __repr__(self) -> str:
         return f"<task function {self.name!r}>"
@@ -75,14 +82,17 @@ class Submitter(Generic[P]):
         return Submitter(self._task, {**self._options, **options})
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return await default_async_client().submit(
-            self.new(*args, **kwargs), connection=self._options.get("connection")
-        )
+        return await default_async_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
 
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return default_client().submit(self.new(*args, **kwargs), connection=self._options.get("connection"))
+        return default_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
+        if self._options.get("connection") is not None:
+            raise InvalidOptions("a new task holds no connection: pass connection= to submit or submit_many")
+        return self._new(args, kwargs)
+
+    def _new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NewTask:
         return new_task(self._task, args, kwargs, self._terms)
 
 
@@ -110,6 +120,8 @@ def task(function: Callable[..., Any] | None = None, /, *, name: str | None = No
 
     Use it bare or with defaults for every submit: `@task` or `@task(queue="mail", max_retries=5)`.
     """
+    if function is not None and not callable(function):
+        raise InvalidTaskDefinition(f"@task takes its name as a keyword: @task(name={function!r})")
 
     def register(function: Callable[P, R]) -> TaskFunction[P, R]:
         wrapped = TaskFunction(function, name=name, options=_task_options(options))
@@ -142,8 +154,8 @@ def _task_options(options: dict[str, Any]) -> TaskOptions:
     return TaskOptions(**options)
 
 
-def _as_tuple(types: Any) -> tuple[type[BaseException], ...] | None:
-    return types if types is None else (types,) if isinstance(types, type) else tuple(types)
+def _as_tuple(types: Any) -> tuple[Any, ...] | None:
+    return types if types is None else tuple(types) if isinstance(types, list | tuple | set | frozenset) else (types,)
 
 
 def _refuse_reserved_parameters(function: Callable[..., Any], name: str) -> None:
@@ -152,4 +164,12 @@ def _refuse_reserved_parameters(function: Callable[..., Any], name: str) -> None
         raise InvalidTaskDefinition(
             f"task {name!r}: parameter {', '.join(taken)} is called like an option of submit, which would take "
             f"its value. Rename the parameter."
+        )
+
+
+def _refuse_methods(function: Callable[..., Any], name: str) -> None:
+    if next(iter(inspect.signature(function).parameters), None) in {"self", "cls"}:
+        raise InvalidTaskDefinition(
+            f"task {name!r} looks like a method: a worker has no object to call it on. Make it a function or a static "
+            f"method (@staticmethod above @task), and pass what it needs as arguments."
         )

@@ -12,7 +12,7 @@ import pytest
 from psycopg import sql
 
 import tasklib
-from tasklib import application, migrate
+from tasklib import migrate
 from tasklib.registry import default_registry
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def app(config: tasklib.Config) -> Iterator[None]:
     """`tasklib.init` has been called."""
     tasklib.init(config)
     yield
-    application.default_client().close()
-    application._application = None
+    tasklib.close()
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 -- What the migrations and functions amount to. Written by `python3 dev.py schema`; compared by a test.
+-- domain moment timestamp with time zone CHECK (((VALUE >= '0001-01-02 00:00:00+00'::timestamp with time zone) AND (VALUE <= '9999-12-30 00:00:00+00'::timestamp with time zone)))
 -- domain queue_name text CHECK (((VALUE ~ '^[a-z0-9_.-]+$'::text) AND (octet_length(VALUE) <= 48)))
 -- domain task_args jsonb CHECK ((jsonb_typeof(VALUE) = ANY (ARRAY['object'::text, 'array'::text]))) CHECK ((pg_column_size(VALUE) <= 8388608))
 -- domain task_key text CHECK (((char_length(VALUE) >= 1) AND (char_length(VALUE) <= 255)))
@@ -8,16 +9,17 @@
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function ring(queue text) returns void search_path=pg_catalog, pg_temp for public fa79d098c2553843f5d9d29f096d7b0a
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
--- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp e1b230372a17d8c774483425e242af3d
--- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 30faa40a6f15f3bf43e7369e9de5bbcb
--- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp 4fd9023454f6fab7e0994c673ba598f0
--- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public f7ecf2f997de8e7a0d323d98c655cb2b
+-- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp a561823e08e5ec469ecc6c658ee3071a
+-- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 6b9e382fe513ae68c5fe6dae73d4a299
+-- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
+-- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public c0f505469d1516397bdb2342af48ec81
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- table schema_migrations column applied_at timestamp with time zone not null default clock_timestamp()
 -- table schema_migrations column applied_by text not null default SESSION_USER
 -- table schema_migrations column checksum text not null default null
 -- table schema_migrations column name text not null default null
 -- table schema_migrations column phase text not null default null
+-- table schema_migrations column revision integer not null default 0
 -- table schema_migrations column version integer not null default null
 -- table schema_migrations constraint schema_migrations_phase_known CHECK ((phase = ANY (ARRAY['pre'::text, 'post'::text, 'functions'::text])))
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
@@ -27,10 +29,10 @@
 -- table tasks column claimed_at timestamp with time zone default null
 -- table tasks column completed_at timestamp with time zone default null
 -- table tasks column crash_count integer not null default 0
--- table tasks column created_at timestamp with time zone not null default clock_timestamp()
+-- table tasks column created_at tasklib.moment not null default clock_timestamp()
 -- table tasks column error text default null
 -- table tasks column error_code text default null
--- table tasks column expires_at timestamp with time zone default null
+-- table tasks column expires_at tasklib.moment default null
 -- table tasks column fencing_token bigint not null default 0
 -- table tasks column id uuid not null default tasklib.uuid7()
 -- table tasks column idempotency_key tasklib.task_key default null
@@ -38,7 +40,7 @@
 -- table tasks column locked_until timestamp with time zone default null
 -- table tasks column max_retries integer not null default 3
 -- table tasks column name tasklib.task_name not null default null
--- table tasks column next_retry_at timestamp with time zone default null
+-- table tasks column next_retry_at tasklib.moment default null
 -- table tasks column on_crash text not null default 'retry'::text
 -- table tasks column parent_id uuid default null
 -- table tasks column payload_digest bytea generated CASE WHEN (idempotency_key IS NOT NULL) THEN tasklib.payload_digest((name)::text, (args)::jsonb, (kwargs)::jsonb) ELSE NULL::bytea END
@@ -52,7 +54,7 @@
 -- table tasks column resolved_by text default null
 -- table tasks column result jsonb default null
 -- table tasks column retry_count integer not null default 0
--- table tasks column scheduled_at timestamp with time zone not null default clock_timestamp()
+-- table tasks column scheduled_at tasklib.moment not null default clock_timestamp()
 -- table tasks column serial_key tasklib.task_key default null
 -- table tasks column started_at timestamp with time zone default null
 -- table tasks column state text not null default 'pending'::text
@@ -67,11 +69,12 @@
 -- table tasks constraint tasks_completed_at_final CHECK (((completed_at IS NOT NULL) = ((state = ANY (ARRAY['completed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])) OR ((state = 'failed'::text) AND (next_retry_at IS NULL)))))
 -- table tasks constraint tasks_counts_whole CHECK (((LEAST(retry_count, max_retries, attempt, crash_count, pending_parents) >= 0) AND (fencing_token >= 0)))
 -- table tasks constraint tasks_error_code_told CHECK (((error_code IS NOT NULL) OR (state <> ALL (ARRAY['failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text]))))
+-- table tasks constraint tasks_lease_numbered CHECK (((state <> ALL (ARRAY['claimed'::text, 'running'::text])) OR (fencing_token > 0)))
 -- table tasks constraint tasks_lease_whole CHECK ((num_nonnulls(worker_id, claimed_at, locked_until) = CASE WHEN (state = ANY (ARRAY['claimed'::text, 'running'::text])) THEN 3 ELSE 0 END))
 -- table tasks constraint tasks_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
 -- table tasks constraint tasks_pkey PRIMARY KEY (id)
--- table tasks constraint tasks_ready_waits CHECK (((NOT ready) OR (state = ANY (ARRAY['pending'::text, 'failed'::text]))))
--- table tasks constraint tasks_resolution_whole CHECK (((num_nonnulls(resolved_at, resolved_by) = ANY (ARRAY[0, 2])) AND ((resolution_note IS NULL) OR (resolved_at IS NOT NULL))))
+-- table tasks constraint tasks_ready_waits CHECK (((NOT ready) OR ((pending_parents = 0) AND ((state = 'pending'::text) OR ((state = 'failed'::text) AND (next_retry_at IS NOT NULL))))))
+-- table tasks constraint tasks_resolution_whole CHECK (((num_nonnulls(resolved_at, resolved_by) = ANY (ARRAY[0, 2])) AND ((resolution_note IS NULL) OR (resolved_at IS NOT NULL)) AND ((resolved_at IS NULL) OR ((state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)))))
 -- table tasks constraint tasks_retry_only_failed CHECK (((next_retry_at IS NULL) OR (state = 'failed'::text)))
 -- table tasks constraint tasks_state_known CHECK ((state = ANY (ARRAY['pending'::text, 'claimed'::text, 'running'::text, 'completed'::text, 'failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])))
 -- table tasks constraint tasks_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds < 'Infinity'::double precision)))

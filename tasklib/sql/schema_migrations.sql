@@ -2,6 +2,10 @@
 -- just what `tasklib migrate` runs.
 
 
+-- name: set_lock_timeout
+select set_config('lock_timeout', $1, true);
+
+
 -- One migrator at a time; ends with the transaction, so that no crash can strand it.
 -- name: lock
 select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0));
@@ -20,25 +24,31 @@ create table if not exists tasklib.schema_migrations (
     version integer not null primary key,
     name text not null,
     phase text not null constraint schema_migrations_phase_known check (phase in ('pre', 'post', 'functions')),
+    revision integer not null default 0,
     checksum text not null,
     applied_at timestamptz not null default clock_timestamp(),
     applied_by text not null default session_user
 );
 
 
+-- A query, not to_regclass: that answers from the backend's cache, which does not hear of a schema that was made
+-- while this transaction waited for the lock.
 -- name: exists
-select to_regclass('tasklib.schema_migrations') is not null;
+select exists (
+    select from pg_class as class join pg_namespace as namespace on namespace.oid = class.relnamespace
+    where namespace.nspname = $1 and class.relname = 'schema_migrations');
 
 
 -- name: applied
-select version, name, phase, checksum from tasklib.schema_migrations order by version;
+select version, name, phase, checksum, revision from tasklib.schema_migrations order by version;
 
 
 -- name: record
-insert into tasklib.schema_migrations (version, name, phase, checksum)
-values ($1, $2, $3, $4)
+insert into tasklib.schema_migrations (version, name, phase, checksum, revision)
+values ($1, $2, $3, $4, $5)
 on conflict (version) do update
-    set checksum = excluded.checksum, applied_at = excluded.applied_at, applied_by = excluded.applied_by;
+    set checksum = excluded.checksum, revision = excluded.revision,
+        applied_at = excluded.applied_at, applied_by = excluded.applied_by;
 
 
 -- Everything in the schema, a line each, in words that are the same on every PostgreSQL version.

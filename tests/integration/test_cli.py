@@ -31,6 +31,7 @@ def run(database_url: str, tmp_path: Path) -> Run:
         command = [str(COMMAND), *words]
         return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=tmp_path)
 
+    run.database_url = database_url  # type: ignore[attr-defined]
     return run
 
 
@@ -45,6 +46,18 @@ def test_submit_list_show(run: Run) -> None:
     shown = run("show", task_id).stdout
     assert re.search(r'kwargs\s+{"path":"a.png","size":64}', shown)
     assert re.search(r'tags\s+{"batch":"b"}', shown)
+
+
+def test_nothing_is_cut(run: Run) -> None:
+    """Long arguments whole in a pipe; ids whole on a terminal, so that they can be copied."""
+    task_id = run("submit", "wide", f"text={'x' * 1000}", "url=https://example.com/end").stdout.strip()
+    shown = re.sub(r"\s", "", run("show", task_id).stdout)
+    assert "x" * 1000 in shown
+    assert "https://example.com/end" in shown
+    command = f"script -qec '{COMMAND} list' /dev/null"
+    environment = {"DATABASE_URL": run.database_url, "PATH": os.environ["PATH"], "COLUMNS": "80", "TERM": "xterm"}  # type: ignore[attr-defined]
+    terminal = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert task_id in terminal.stdout
 
 
 def test_json_for_programs(run: Run, client: tasklib.Client) -> None:
@@ -95,6 +108,10 @@ def test_an_application_checks_its_arguments(run: Run, tmp_path: Path) -> None:
         (["submit", "a", "--kwargs", "[]"], 1, "JSON object"),
         (["submit", "a", "x:=1e400000"], 1, "x"),
         (["submit", "a", "oops"], 2, "KEY=VALUE"),
+        (["submit", "a", "queue=5"], 2, "option of submit"),
+        (["submit", "a", "x=1", "x=2"], 2, "twice"),
+        (["submit", "a", "x=1", "--kwargs", '{"x": 5}'], 2, "twice"),
+        (["submit", "a", "--expires-at", "soon"], 2, "moment"),
         (["frobnicate"], 2, "No such command"),
     ],
 )

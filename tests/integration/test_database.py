@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.raw_sql import Conn
+    from tests.raw_sql import Conn, NewDatabase
 
 
 @pytest.fixture
@@ -83,6 +83,68 @@ async def test_a_lost_answer_is_asked_for_again_async(database_url: str, conn: C
             assert not (await client.submit(task.new(1))).existed
             assert proxy.cuts == 1
     assert count_tasks(conn) == 2
+
+
+def test_a_pool_of_dead_connections_costs_no_time(config: tasklib.Config, conn: Conn, task: Any) -> None:
+    """After a restart every idle connection is dead; the next call goes through them without waiting."""
+    with tasklib.Client(config) as client, ThreadPoolExecutor(10) as pool:
+        together = threading.Barrier(10)
+        client.list_tasks()
+        list(pool.map(lambda n: (together.wait(timeout=20), client.submit(task.new(n))), range(10)))
+        conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tasklib'")
+        began = time.monotonic()
+        client.submit(task.new(11))
+        assert time.monotonic() - began < 2
+
+
+def test_an_idle_session_that_was_ended_is_replaced(config: tasklib.Config, conn: Conn, task: Any) -> None:
+    """idle_session_timeout is a common setting."""
+    timed = make_conninfo(config.database_url, options="-c idle_session_timeout=100ms")
+    ended = "select count(*) from pg_stat_activity where application_name = 'tasklib'"
+    with tasklib.Client(tasklib.Config(timed)) as client:
+        client.submit(task.new(0))
+        wait_until(lambda: conn.execute(ended).fetchone() == (0,), "the session's end")
+        client.submit(task.new(1))
+    assert count_tasks(conn) == 2
+
+
+def test_somebody_elses_warning_is_no_doubt(new_database: NewDatabase, task: Any) -> None:
+    """A trigger that warns, or the server's own advice, does not make a commit uncertain."""
+    url = new_database()
+    with tasklib.Client(tasklib.Config(url)) as client:
+        client.list_tasks()
+        with psycopg.connect(url, autocommit=True) as admin:
+            admin.execute(
+                """create function warn() returns trigger language plpgsql
+                   as $$ begin raise warning 'mind the gap'; return null; end $$"""
+            )
+            admin.execute("create trigger warn after insert on tasklib.tasks execute function warn()")
+        assert client.submit(task.new(1)).version == 7
+
+
+def test_a_row_that_something_else_refuses_is_not_tried_for_ever(new_database: NewDatabase, task: Any) -> None:
+    """A unique index that is not ours swallows the insert, and there is no earlier task to point to."""
+    url = new_database()
+    with tasklib.Client(tasklib.Config(url)) as client:
+        client.submit(task.new(1))
+        with psycopg.connect(url, autocommit=True) as admin:
+            admin.execute("create unique index foreign_rule on tasklib.tasks (name)")
+        with pytest.raises(tasklib.InvalidOptions, match="not tasklib's"):
+            client.submit(task.new(2))
+
+
+def test_a_deadline_stops_the_server_too(database_url: str, conn: Conn, task: Any) -> None:
+    """What nobody waits for any more must not go on, or backends pile up beyond the pool's size."""
+    config = tasklib.Config(database_url, database_timeout_seconds=0.3, pool_size=2)
+    active = "select count(*) from pg_stat_activity where application_name = 'tasklib' and state = 'active'"
+    with tasklib.Client(config) as client, psycopg.connect(database_url) as holder:
+        client.list_tasks()
+        client.submit(task.options(idempotency_key="held").new(1), connection=holder)
+        for _ in range(3):
+            with pytest.raises(tasklib.CommitUnknown):
+                client.submit(task.options(idempotency_key="held").new(1))
+        wait_until(lambda: conn.execute(active).fetchone() == (0,), "the backends to stop")
+        holder.rollback()
 
 
 def test_a_restarted_server_is_waited_for(open_directory: Path, task: Any) -> None:

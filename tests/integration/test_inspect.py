@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -122,7 +123,13 @@ def test_pages_cover_everything_once(client: tasklib.Client) -> None:
     [
         ({"state": "done"}, "'done' is not a state; there are: pending"),
         ({"limit": 0}, "limit"),
-        ({"limit": 10_001}, "after="),
+        ({"limit": 10_001}, "1 to 10000"),
+        ({"limit": "5"}, "limit"),
+        ({"limit": 1.5}, "limit"),
+        ({"tag": {"a": 1}}, "unknown filter tag"),
+        ({"name": 5}, "name"),
+        ({"created_after": "yesterday"}, "created_after"),
+        ({"created_before": datetime(2030, 1, 1)}, "time zone"),
         ({"after": "x"}, "not a task id"),
         ({"tags": {"a b": 1}}, "tag"),
     ],
@@ -131,6 +138,16 @@ def test_a_wrong_filter_is_named(client: tasklib.Client, filters: dict[str, Any]
     """And no query is sent."""
     with pytest.raises(tasklib.InvalidOptions, match=said):
         client.list_tasks(**filters)
+
+
+def test_what_sql_let_in_can_be_looked_at(client: tasklib.Client, conn: Conn) -> None:
+    """One row must not blind every list that it is in: a number that no float holds comes as a Decimal."""
+    conn.execute("""select tasklib.submit('big', '{"x": 1e131071, "y": [1.5, 7]}')""")
+    (task,) = client.list_tasks()
+    assert task.kwargs == {"x": Decimal("1e131071"), "y": [1.5, 7]}
+    deep = "[" * 3000 + "]" * 3000
+    conn.execute("select tasklib.submit('deep', jsonb_build_object('x', %s::jsonb))", [deep])
+    assert "unreadable" in client.list_tasks()[0].kwargs
 
 
 async def test_async_and_module_level_verbs_say_the_same(app: None, async_client: tasklib.AsyncClient) -> None:

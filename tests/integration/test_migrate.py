@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -27,6 +29,23 @@ async def test_first_use_makes_the_schema_async(new_database: NewDatabase) -> No
     """Also over the async client, also for many at once."""
     async with tasklib.AsyncClient(tasklib.Config(new_database())) as client:
         assert await client.list_tasks() == []
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_first_users_at_once_make_one_schema(new_database: NewDatabase, isolation: str) -> None:
+    """Each looks, finds nothing, waits for the lock, and must see what was made meanwhile, whatever its settings."""
+    url = new_database()
+    setting = isolation.replace(" ", "\\ ")
+    strict = psycopg.conninfo.make_conninfo(url, options=f"-c default_transaction_isolation={setting}")
+    together = threading.Barrier(8)
+
+    def first_use(_: int) -> int:
+        with tasklib.Client(tasklib.Config(strict)) as client:
+            together.wait(timeout=20)
+            return client.submit_task("a").version or 0
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(first_use, range(8))) == [7] * 8
 
 
 def test_twenty_at_once_make_one_schema(new_database: NewDatabase, database_url: str) -> None:
@@ -84,8 +103,8 @@ def test_a_newer_compatible_schema_is_used_and_left_alone(new_database: NewDatab
     with tasklib.Client(tasklib.Config(url, auto_migrate=True)) as client:
         client.submit_task("a")
     with psycopg.connect(url) as conn:
-        found = conn.execute("select checksum from tasklib.schema_migrations where version = 0").fetchone()
-    assert found == ("older",)
+        found = conn.execute("select revision from tasklib.schema_migrations where version = 0").fetchone()
+    assert found == (migrate.FUNCTIONS_REVISION - 1,)
 
 
 def test_without_the_right_to_create_the_error_names_command_and_role(new_database: NewDatabase) -> None:
@@ -101,6 +120,40 @@ def test_without_the_right_to_create_the_error_names_command_and_role(new_databa
     assert "tasklib migrate" in str(refused.value)
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute(sql.SQL("drop role plain_app"))
+
+
+def test_a_role_that_may_only_submit_submits(new_database: NewDatabase) -> None:
+    """Usage of the schema and execute on two functions: no right on any table, and no look at the schema's version."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("drop role if exists submitter")
+        conn.execute("create role submitter login password 'x'")
+        conn.execute("grant usage on schema tasklib to submitter")
+    as_submitter = tasklib.Config(psycopg.conninfo.make_conninfo(url, user="submitter", password="x"))
+    with tasklib.Client(as_submitter) as client:
+        with pytest.raises(tasklib.DatabaseError, match="may not do this"):
+            client.submit_task("a")
+        with psycopg.connect(url, autocommit=True) as conn:
+            conn.execute("grant execute on all functions in schema tasklib to submitter")
+        task = tasklib.task(name="by_submitter")(lambda: None)
+        first = client.submit(task.options(idempotency_key="k").new())
+        assert client.submit_many([task.options(idempotency_key="k").new(), task.new()])[0] == first
+        with pytest.raises(tasklib.DatabaseError, match="may not do this"):
+            client.list_tasks()
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("drop owned by submitter")
+        conn.execute("drop role submitter")
+
+
+def test_first_use_has_a_deadline(new_database: NewDatabase) -> None:
+    """Somebody who locks the list of migrations makes a call fail in time, not hang."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url) as holder, tasklib.Client(tasklib.Config(url, database_timeout_seconds=0.5)) as client:
+        holder.execute("lock table tasklib.schema_migrations")
+        with pytest.raises(tasklib.DatabaseUnavailable):
+            client.submit_task("a")
 
 
 def test_the_printed_sql_makes_the_same_schema(new_database: NewDatabase, database_url: str) -> None:
@@ -129,7 +182,7 @@ def test_a_busy_lock_is_waited_for_and_then_named(new_database: NewDatabase, mon
     url = new_database()
     with psycopg.connect(url) as holder:
         holder.execute("select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0))")
-        with pytest.raises(tasklib.SchemaOutdated, match="another migration"):
+        with pytest.raises(tasklib.SchemaBusy, match="another migration"):
             migrate.migrate(tasklib.Config(url))
 
 
@@ -175,7 +228,7 @@ def test_sql_without_a_database_is_for_an_empty_one() -> None:
 def make_outdated(url: str) -> None:
     migrate.migrate(tasklib.Config(url))
     with psycopg.connect(url, autocommit=True) as conn:
-        conn.execute("update tasklib.schema_migrations set checksum = 'older' where version = 0")
+        conn.execute("update tasklib.schema_migrations set revision = revision - 1 where version = 0")
 
 
 def record(url: str, version: int, name: str, phase: str) -> None:

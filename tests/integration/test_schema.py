@@ -13,6 +13,7 @@ import tasklib
 from tasklib.sql import queries
 from tasklib.statements import MAX_LIST_LIMIT
 from tasklib.states import TRANSITIONS, UNSUCCESSFUL, State
+from tasklib.submission import _SQL_DEFAULTS
 from tests.raw_sql import Conn, literal
 from tests.snapshot import SNAPSHOT, snapshot
 
@@ -22,6 +23,16 @@ COLUMNS_OF_TASKLIB = (
     "error", "retry_count", "max_retries", "next_retry_at", "worker_id", "locked_until", "timeout_seconds", "priority",
     "tags",
 )  # fmt: skip
+
+
+RECORDS = ["1 pending", "2 running", "3 completed", "4 failed", "5 failed"]
+EXAMPLES = {  # started_at, completed_at, error, retry_count, next_retry_at, locked_until
+    "1": ("null", "null", "null", "0", "null", "null"),
+    "2": ("'2025-10-25T18:05:23'", "null", "null", "0", "null", "'2025-10-25T18:15:23'"),
+    "3": ("'2025-10-25T18:05:12'", "'2025-10-25T18:05:18'", "null", "0", "null", "null"),
+    "4": ("'2025-10-25T18:10:00'", "null", "'SMTPException: Connection timeout'", "1", "'2025-10-25T18:10:05'", "null"),
+    "5": ("'2025-10-25T18:20:30'", "'2025-10-25T18:20:35'", "'ValidationError: Invalid'", "3", "null", "null"),
+}
 
 
 def insert(conn: Conn, **values: str) -> tuple[Any, ...]:
@@ -109,8 +120,24 @@ def test_a_raw_insert_is_ready_when_its_time_has_come(conn: Conn, values: dict[s
     [
         ({"state": "'done'", "ready": "false"}, "tasks_state_known"),
         ({"state": "'completed'", "completed_at": "now()", "ready": "true"}, "tasks_ready_waits"),
+        ({"state": "'failed'", "completed_at": "now()", "error_code": "'x'", "ready": "true"}, "tasks_ready_waits"),
+        ({"pending_parents": "1", "ready": "true"}, "tasks_ready_waits"),
         ({"state": "'running'"}, "tasks_lease_whole"),
-        ({"state": "'claimed'", "worker_id": "'w'", "claimed_at": "now()"}, "tasks_lease_whole"),
+        (
+            {
+                "state": "'running'",
+                "worker_id": "'w'",
+                "claimed_at": "now()",
+                "locked_until": "now()",
+                "ready": "false",
+            },
+            "tasks_lease_numbered",
+        ),
+        ({"resolved_at": "now()", "resolved_by": "'ann'"}, "tasks_resolution_whole"),
+        ({"scheduled_at": "'infinity'"}, "moment_in_calendar"),
+        ({"expires_at": "'12000-01-01'"}, "moment_in_calendar"),
+        ({"scheduled_at": "'0005-01-01 BC'"}, "moment_in_calendar"),
+        ({"state": "'claimed'", "worker_id": "'w'"}, "tasks_lease_whole"),
         ({"worker_id": "'w'", "claimed_at": "now()", "locked_until": "now()"}, "tasks_lease_whole"),
         ({"state": "'completed'"}, "tasks_completed_at_final"),
         ({"state": "'cancelled'"}, "tasks_completed_at_final"),
@@ -157,6 +184,22 @@ def test_a_row_that_makes_no_sense_is_refused(conn: Conn, values: dict[str, str]
 def test_the_longest_queue_name_can_be_notified(conn: Conn, queue: str) -> None:
     """A longer channel would make pg_notify raise inside the user's insert."""
     insert(conn, queue=f"'{queue}'")
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.split()[0])
+def test_the_five_records_can_be_inserted_as_printed(conn: Conn, record: str) -> None:
+    """With the columns that the original documentation has, and no others: what is new is filled in."""
+    number, state = record.split()
+    start, end, error, retries, again, lease = EXAMPLES[number]
+    values = {
+        "id": "gen_random_uuid()", "name": "'send_email'", "state": f"'{state}'",
+        "scheduled_at": "'2025-10-25T18:00:00'", "started_at": start, "completed_at": end,
+        "created_at": "'2025-10-25T17:00:00'", "args": "'{}'", "kwargs": """'{"to": "bob@example.com"}'""",
+        "error": error, "retry_count": retries, "max_retries": "3", "next_retry_at": again,
+        "worker_id": "'worker-prod-01-uuid'" if lease != "null" else "null", "locked_until": lease,
+        "timeout_seconds": "30", "priority": "0", "tags": "'{}'",
+    }  # fmt: skip
+    insert(conn, **values)
 
 
 def test_an_unsuccessful_raw_row_gets_an_error_code(conn: Conn) -> None:
@@ -231,3 +274,15 @@ PRINTED_SQL = [
        FROM tasks WHERE state = 'completed'
        GROUP BY name;""",
 ]
+
+
+def test_python_and_sql_have_the_same_defaults(conn: Conn) -> None:
+    """A bulk submit leaves out what equals the SQL function's default: the two lists must not drift apart."""
+    row = conn.execute(
+        """select proargnames, pg_get_expr(proargdefaults, 0) from pg_proc where oid = 'tasklib.submit'::regproc"""
+    ).fetchone()
+    assert row is not None
+    defaults = dict(zip(row[0][1:15], (text.split("::")[0].strip("'") for text in row[1].split(", ")), strict=False))
+    for option, default in _SQL_DEFAULTS.items():
+        written = "NULL" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+        assert float(defaults[option]) == default if isinstance(default, float) else defaults[option] == written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -241,6 +241,54 @@ async def test_rolled_back_means_never_existed_async(database_url: str, async_cl
     assert [found.id for found in await async_client.list_tasks()] == [kept]
 
 
+@pytest.mark.parametrize("count", [1, BATCH_ROWS + 1])
+def test_a_bulk_does_not_commit_for_the_caller(database_url: str, client: tasklib.Client, count: int) -> None:
+    """The first statement of the caller's transaction, of any size: the caller alone ends it."""
+    task = tasklib.task(name="in_transaction")(lambda: None)
+    with psycopg.connect(database_url) as mine:
+        client.submit_many([task.new() for _ in range(count)], connection=mine)
+        mine.rollback()
+        assert client.list_tasks() == []
+        mine.autocommit = True
+        client.submit_many([task.new() for _ in range(count)], connection=mine)
+    assert len(client.list_tasks(limit=10_000)) == count
+
+
+def test_a_new_task_holds_no_connection(database_url: str) -> None:
+    """It would be dropped in silence, and the task committed elsewhere."""
+    task = tasklib.task(name="in_transaction")(lambda: None)
+    with psycopg.connect(database_url) as mine, pytest.raises(tasklib.InvalidOptions, match="submit_many"):
+        task.options(connection=mine).new()
+
+
+def test_a_registered_name_stands_for_its_function(client: tasklib.Client) -> None:
+    """With its checks and its defaults: work that must not run twice stays so when it is submitted by name."""
+
+    @tasklib.task(queue="mail", max_retries=0, on_crash="fail")
+    def once(x: int) -> None: ...
+
+    task = client.get_task(client.submit_task("once", x=1))
+    assert task is not None
+    assert (task.queue, task.max_retries, task.on_crash) == ("mail", 0, "fail")
+    with pytest.raises(tasklib.InvalidArguments):
+        client.submit_task("once", x="not a number")
+
+
+def test_times_are_the_same_single_and_in_bulk(client: tasklib.Client) -> None:
+    """An offset of minutes and seconds included, which JSON cannot say."""
+    odd = datetime(2030, 1, 1, tzinfo=timezone(timedelta(seconds=561)))
+    step = tasklib.task(name="timed")(lambda: None).options(scheduled_at=odd)
+    ids = [client.submit(step.new()), *client.submit_many([step.new()])]
+    assert [task.scheduled_at for task in map(client.get_task, ids) if task] == [odd, odd]
+
+
+@pytest.mark.parametrize("wrong", [[print], ["a"], 5, [{"name": "a"}]])
+def test_what_is_not_a_new_task_is_refused(client: tasklib.Client, wrong: Any) -> None:
+    """With a word on what is wanted."""
+    with pytest.raises(tasklib.InvalidOptions, match=r"function\.new"):
+        client.submit_many(wrong)
+
+
 def test_the_options_step_carries_the_connection(app: None, database_url: str) -> None:
     """`send.options(connection=conn).submit_sync(...)`."""
     task = tasklib.task(name="in_transaction")(lambda: None)
@@ -317,6 +365,8 @@ def test_submit_many_from_sql(conn: Conn, client: tasklib.Client) -> None:
         ("submit(null)", "23502"),
         ("submit('a', queue => 'Bad')", "23514"),
         ("submit('a', delay_seconds => -1)", "TL400"),
+        ("submit('a', delay_seconds => 5, scheduled_at => now())", "TL400"),
+        ("submit('a', scheduled_at => 'infinity')", "23514"),
         ("submit('a', '[]')", "23514"),
         ('submit_many(\'[{"name": "a", "prioritty": 1}]\')', "TL400"),
         ('submit_many(\'[{"name": "a", "delay_seconds": -1}]\')', "TL400"),

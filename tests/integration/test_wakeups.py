@@ -45,7 +45,7 @@ def test_every_way_in_rings(listener: Conn, client: tasklib.Client) -> None:
     assert heard(listener)["task_new", ""] == 1
     client.submit_many([tasklib.task(name="a")(lambda: None).new() for _ in range(100)])
     assert heard(listener)["task_new", ""] == 1
-    with psycopg.connect(client._database._conninfo) as other:
+    with psycopg.connect(client.database._conninfo) as other:
         other.execute("select tasklib.submit('a')")
         other.execute("select tasklib.submit('a')")
     assert heard(listener) == {("task_new", ""): 1, ("task_queue_default", ""): 1}

@@ -50,6 +50,13 @@ def test_the_password_is_never_shown() -> None:
     assert unreadable.value.__cause__ is None
 
 
+@pytest.mark.parametrize("use", [tasklib.init, tasklib.Client, tasklib.AsyncClient])
+def test_a_url_is_not_a_config(use: Any) -> None:
+    """What others take, with a word on what is wanted."""
+    with pytest.raises(tasklib.InvalidConfig, match=r"tasklib\.Config"):
+        use(URL)
+
+
 def test_an_sqlalchemy_url_is_understood() -> None:
     """Many applications have their URL in that form."""
     assert tasklib.Config("postgresql+psycopg://u@h/d").database_url == "postgresql://u@h/d"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,6 +64,8 @@ def test_a_submit_overrides_its_function(resize: Any) -> None:
         ({"delay_seconds": 1e15}, "delay_seconds"),
         ({"scheduled_at": datetime(2030, 1, 1)}, "time zone"),
         ({"scheduled_at": "tomorrow"}, "scheduled_at"),
+        ({"scheduled_at": datetime.max.replace(tzinfo=UTC)}, "lie between"),
+        ({"expires_at": datetime.min.replace(tzinfo=timezone(timedelta(hours=14)))}, "lie between"),
         ({"expires_at": datetime(2030, 1, 1)}, "time zone"),
         ({"scheduled_at": SOON, "delay_seconds": 5}, "not both"),
         ({"idempotency_key": ""}, "idempotency_key"),
@@ -75,7 +77,8 @@ def test_a_submit_overrides_its_function(resize: Any) -> None:
         ({"tags": {"a": object()}}, "tags"),
         ({"tags": {"a": "\0"}}, "tags"),
         ({"tags": {"a": "x" * 20_000}}, "tags"),
-        ({"tags": ["a"]}, "tags"),
+        ({"tags": ["a"]}, "tags must be a mapping"),
+        ({"tags": 5}, "tags must be a mapping"),
         ({"store_result": "yes"}, "store_result"),
         ({"on_crash": "ignore"}, "on_crash"),
         ({"prioritty": 1}, "unknown option prioritty"),

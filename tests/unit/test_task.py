@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,11 @@ from tasklib.registry import default_registry, discover
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+
+@tasklib.task
+def at_module_level() -> None: ...
 
 
 def test_a_task_function_is_still_a_function() -> None:
@@ -23,7 +29,7 @@ def test_a_task_function_is_still_a_function() -> None:
         return 2 * number
 
     assert double(4) == 8
-    assert (double.__name__, double.__doc__) == ("double", "Twice the number.")  # type: ignore[attr-defined]
+    assert (double.__name__, double.__doc__) == ("double", "Twice the number.")
     assert list(inspect.signature(double).parameters) == ["number"]
     assert repr(double) == "<task function 'double'>"
 
@@ -86,6 +92,47 @@ def test_a_parameter_called_like_an_option_is_refused(parameter: str) -> None:
         tasklib.task(namespace["wrong"])
 
 
+def test_a_method_is_refused() -> None:
+    """A worker has no object to call it on; a static method is a function."""
+    with pytest.raises(tasklib.InvalidTaskDefinition, match="static"):
+
+        class Wrong:
+            @tasklib.task
+            def method(self, x: int) -> None: ...
+
+    class Right:
+        @staticmethod
+        @tasklib.task
+        def double(x: int) -> int:
+            return 2 * x
+
+    assert Right.double(2) == 4
+    assert Right().double.new(2).kwargs == '{"x":2}'
+
+
+def test_a_task_function_can_be_pickled() -> None:
+    """As functions are, by its place: process pools need it."""
+    assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
+
+
+def test_the_functions_own_attributes_do_not_shadow_ours() -> None:
+    """They stay on the function."""
+
+    def function() -> None: ...
+
+    function.submit = "mine"  # type: ignore[attr-defined]
+    wrapped = tasklib.task(function)
+    assert callable(wrapped.submit)
+    assert wrapped.function.submit == "mine"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("wrong", ["mail.send", 5, int])
+def test_what_cannot_be_a_task_is_refused(wrong: Any) -> None:
+    """The habit of other libraries gets the right spelling."""
+    with pytest.raises(tasklib.InvalidTaskDefinition):
+        tasklib.task(wrong)
+
+
 def test_a_parameter_may_be_called_func() -> None:
     """`func` is positional-only in submit_task."""
 
@@ -97,7 +144,15 @@ def test_a_parameter_may_be_called_func() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"max_retrys": 1}, "no option max_retrys"), ({"retry_on": ["OSError"]}, "exception classes")],
+    [
+        ({"max_retrys": 1}, "no option max_retrys"),
+        ({"retry_on": ["OSError"]}, "exception classes"),
+        ({"retry_on": "OSError"}, "got 'OSError'"),
+        ({"no_retry_on": 5}, "exception classes"),
+        ({"queue": None}, "queue=None"),
+        ({"name": ""}, "task's name"),
+        ({"name": 5}, "task's name"),
+    ],
 )
 def test_a_wrong_decorator_option_is_named(options: dict[str, Any], said: str) -> None:
     """At import, where the mistake is."""
@@ -122,7 +177,11 @@ def test_an_unknown_task_lists_the_known_ones() -> None:
         default_registry.get("unknown")
 
 
-def test_discovery_says_which_module_is_missing() -> None:
-    """And lets errors inside the module through."""
+def test_discovery_says_which_module_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lets errors inside the module through, also when the names are alike."""
+    (tmp_path / "shop_app.py").write_text("import shop_ap")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="shop_ap'"):
+        discover(["shop_app"])
     with pytest.raises(tasklib.TaskNotRegistered, match="'no_such_app'"):
         discover(["no_such_app"])

@@ -35,9 +35,14 @@ begin
     if submit.delay_seconds < 0 then
         raise exception 'delay_seconds must not be negative' using errcode = 'TL400';
     end if;
+    if submit.delay_seconds <> 0 and submit.scheduled_at is not null then
+        raise exception 'give delay_seconds or scheduled_at, not both' using errcode = 'TL400';
+    end if;
     submit.id := coalesce(submit.id, tasklib.uuid7());
     submit.existed := false;
-    loop
+    -- More than once only if the earlier task was deleted in between. Not for ever: something else may refuse the row
+    -- in silence, such as a unique index or a trigger of somebody else's.
+    for attempt in 1..10 loop
         insert into tasklib.tasks (
             id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, expires_at,
             max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash)
@@ -47,16 +52,23 @@ begin
             submit.max_retries, submit.timeout_seconds, submit.tags, submit.idempotency_key,
             submit.store_result, submit.on_crash)
         on conflict do nothing;
-        exit when found;
+        if found then
+            return;
+        end if;
 
         earlier_id := tasklib.submitted_before(
             submit.id, submit.idempotency_key, submit.name, submit.args, submit.kwargs);
         if earlier_id is not null then
             submit.existed := true;
             submit.id := earlier_id;
-            exit;
+            return;
         end if;
     end loop;
+    raise exception 'the task was not inserted, and no earlier task is in its way' using
+        errcode = 'TL500',
+        hint = 'Has tasklib.tasks a unique index, a trigger or a row security policy that is not tasklib''s?';
 end
 $$;
-revoke all on function tasklib.submit from public;
+revoke all on function tasklib.submit(
+    text, jsonb, jsonb, text, integer, double precision, timestamptz, timestamptz, integer, double precision, jsonb,
+    text, boolean, text, uuid) from public;

@@ -24,6 +24,10 @@ create domain tasklib.task_tags as jsonb
     constraint task_tags_keys check (
         not jsonb_path_exists(value, '$.keyvalue() ? (!(@.key like_regex "^[A-Za-z0-9_.-]+$"))'));
 
+-- What a calendar has: an infinite time, or one beyond the year 9999, could be stored but not be read by Python.
+create domain tasklib.moment as timestamptz
+    constraint moment_in_calendar check (value between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00');
+
 -- The wall for every client. Python refuses earlier (256 KiB of JSON text by default);
 -- JSON text grows up to six times in jsonb's own format, so the wall must be far above.
 create domain tasklib.task_args as jsonb
@@ -62,8 +66,8 @@ $$;
 create table tasklib.tasks (
     -- Fixed width and never null: their offsets are known without looking at the row.
     id              uuid                  not null default tasklib.uuid7() primary key,
-    created_at      timestamptz           not null default clock_timestamp(),
-    scheduled_at    timestamptz           not null default clock_timestamp(),
+    created_at      tasklib.moment        not null default clock_timestamp(),
+    scheduled_at    tasklib.moment        not null default clock_timestamp(),
     fencing_token   bigint                not null default 0,
     priority        integer               not null default 0,
     retry_count     integer               not null default 0,
@@ -84,8 +88,8 @@ create table tasklib.tasks (
     -- Absent until something happens; a null costs a bit.
     started_at      timestamptz,
     completed_at    timestamptz,
-    next_retry_at   timestamptz,
-    expires_at      timestamptz,
+    next_retry_at   tasklib.moment,
+    expires_at      tasklib.moment,
     timeout_seconds double precision,
     worker_id       text,
     claimed_at      timestamptz,
@@ -108,10 +112,12 @@ create table tasklib.tasks (
 
     constraint tasks_state_known check (
         state in ('pending', 'claimed', 'running', 'completed', 'failed', 'cancelled', 'expired', 'buried')),
-    constraint tasks_ready_waits check (not ready or state in ('pending', 'failed')),
+    constraint tasks_ready_waits check (
+        not ready or pending_parents = 0 and (state = 'pending' or state = 'failed' and next_retry_at is not null)),
     constraint tasks_lease_whole check (
         num_nonnulls(worker_id, claimed_at, locked_until)
             = case when state in ('claimed', 'running') then 3 else 0 end),
+    constraint tasks_lease_numbered check (state not in ('claimed', 'running') or fencing_token > 0),
     constraint tasks_completed_at_final check (
         (completed_at is not null)
             = (state in ('completed', 'cancelled', 'expired', 'buried') or (state = 'failed' and next_retry_at is null))),
@@ -124,7 +130,8 @@ create table tasklib.tasks (
     constraint tasks_timeout_positive check (timeout_seconds > 0 and timeout_seconds < 'infinity'),
     constraint tasks_on_crash_known check (on_crash in ('retry', 'fail')),
     constraint tasks_resolution_whole check (
-        num_nonnulls(resolved_at, resolved_by) in (0, 2) and (resolution_note is null or resolved_at is not null))
+        num_nonnulls(resolved_at, resolved_by) in (0, 2) and (resolution_note is null or resolved_at is not null)
+            and (resolved_at is null or state in ('failed', 'buried') and completed_at is not null))
 );
 
 comment on table tasklib.tasks is 'one row is one task; higher priority runs first';
