@@ -80,7 +80,7 @@ def look(dsn: str) -> None:
     say("look at them: tasklib list --queue mail, tasklib list --limit 3")
     command = Path(sys.executable).with_name("tasklib")
     for options in (["--queue", "mail"], ["--limit", "3"]):
-        subprocess.run([command, "list", *options], env=os.environ | {"DATABASE_URL": dsn}, check=True)  # noqa: S603
+        subprocess.run([command, "list", *options], env=os.environ | {"DATABASE_URL": dsn}, check=True)  # noqa: S603 - the command beside this Python
     say("or with SQL: select state, queue, count(*) from tasklib.tasks group by 1, 2")
     with psycopg.connect(dsn) as conn:
         for state, queue, count in conn.execute(

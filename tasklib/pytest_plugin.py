@@ -1,7 +1,7 @@
 """The pytest fixture `tasklib_postgres`: one real PostgreSQL for the whole run, for any project that installs tasklib.
 
-It is a temporary server of its own, unless TASKLIB_TEST_DSN names another. pytest loads this file in every project of
-the environment, whether it asks for the fixture or not, so the launcher is imported only on demand.
+`pytest_plugins = ["tasklib.pytest_plugin"]` in a conftest.py brings it in. It is a temporary server of its own, unless
+TASKLIB_TEST_DSN names another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tasklib import embedded
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tasklib_postgres() -> Iterator[EmbeddedPostgres | ExternalPostgres]:
-    from tasklib import embedded  # noqa: PLC0415 - see above
-
     if dsn := os.environ.get("TASKLIB_TEST_DSN"):
         yield embedded.ExternalPostgres(dsn)
         return

@@ -1,6 +1,6 @@
 """The states of a task and the changes allowed between them. Nothing else lists them.
 
-The table's CHECK and the diagram in docs/states.md are compared with this module by tests.
+The table's CHECK is compared with this module by a test.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_the_snapshot_is_what_the_migrations_make(database_url: str) -> None:
 
 
 def test_every_named_query_can_be_prepared(conn: Conn) -> None:
-    """A query that names a missing column fails here, not in production; also under another schema's name."""
+    """A query that names a missing column fails here, not in production."""
     for number, sql in enumerate(queries("tasks", "tasklib").values()):
         conn.execute(literal(f"prepare query_{number} as {sql}"))
 

@@ -156,7 +156,7 @@ def test_values_are_converted_to_the_annotated_type() -> None:
 def test_unannotated_parameter_takes_any_json() -> None:
     """A function without annotations can be a task."""
 
-    def function(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # noqa: ANN001, ANN202 - the point of the test
+    def function(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - the point of the test
         ...
 
     assert call_of(function, {"a": [1, 1.0, True, None, "é"]}) == ((), {"x": {"a": [1, 1.0, True, None, "é"]}})
@@ -222,7 +222,7 @@ def test_partial_coroutine_and_callable_object() -> None:
 
     async def coroutine(x: int) -> None: ...
 
-    class Callable_:  # noqa: N801  # noqa: N801 - Callable is a type
+    class Callable_:  # noqa: N801 - Callable is a type
         def __call__(self, x: "UUID") -> None: ...
 
     assert call_of(coroutine, 1) == ((), {"x": 1})
@@ -535,7 +535,7 @@ def test_missing_positional_only_argument_is_refused() -> None:
 def test_forward_reference_is_resolved_at_first_use() -> None:
     """A class may be defined below the task, and annotations may all be strings."""
 
-    def function(point: "list[DefinedLater]", returned: "int" = 0) -> "NeverDefined": ...  # type: ignore[name-defined]  # noqa: F821  # noqa: F821 - the point of the test
+    def function(point: "list[DefinedLater]", returned: "int" = 0) -> "NeverDefined": ...  # type: ignore[name-defined]  # noqa: F821 - the point of the test
 
     schema = ArgumentSchema(function, "t")
     with pytest.raises(InvalidTaskDefinition, match=r't: .* parameter "point" .*DefinedLater.* module level'):
@@ -552,7 +552,7 @@ def test_model_with_a_forward_reference_is_resolved_at_first_use() -> None:
     """The same for a field of a model."""
 
     class Unfinished(BaseModel):
-        leaf: "DefinedLater"  # type: ignore[name-defined]  # noqa: F821  # noqa: F821 - the point of the test
+        leaf: "DefinedLater"  # type: ignore[name-defined]  # noqa: F821 - the point of the test
 
     def function(tree: Unfinished) -> None: ...
 
@@ -575,7 +575,7 @@ def test_type_that_has_no_json_is_refused_at_definition() -> None:
 def test_annotation_that_is_no_type_is_refused_at_definition() -> None:
     """The message names the parameter."""
 
-    def function(x: "1 +") -> None: ...  # type: ignore[valid-type]  # noqa: F722  # noqa: F722 - the point of the test
+    def function(x: "1 +") -> None: ...  # type: ignore[valid-type]  # noqa: F722 - the point of the test
 
     with pytest.raises(InvalidTaskDefinition, match=r'^t: parameter "x" has an annotation that cannot be evaluated'):
         ArgumentSchema(function, "t")
