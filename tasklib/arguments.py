@@ -5,8 +5,8 @@ else is refused before any SQL, by an `InvalidArguments` that names the task and
 which may be a secret.
 
 A signature is compiled once into one pydantic validator of an object whose keys are the parameters. An argument that
-is left out is not stored, so the function's own default applies when the task runs. Two things are equal here that a
-reader might tell apart: -0.0 comes back as 0.0, and the keys of a dict come back in jsonb's order.
+is left out is not stored, so the function's own default applies when the task runs. Three things are equal here that a
+reader might tell apart: -0.0 comes back as 0.0, the keys of a dict in jsonb's order, a ZoneInfo as a fixed offset.
 """
 
 from __future__ import annotations

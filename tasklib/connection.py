@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 RV = TypeVar("RV")
 CANCEL_SECONDS = 2.0
 
+_UNESCAPED_AT = re.compile(r"\w+://[^/?#]*@[^/?#]*@")
+
 # A peer that vanished without a word is noticed within 30 s; the system's defaults take hours.
 # What the user's URL says comes first.
 _CONNECTION_DEFAULTS = {
@@ -48,6 +51,9 @@ _CONNECTION_DEFAULTS = {
 
 
 def connection_string(config: Config) -> str:
+    if _UNESCAPED_AT.match(config.database_url):
+        # libpq would take the rest of the password for the host, and say so in its error.
+        raise InvalidConfig('database_url has two "@": write the one in the password as %40')
     try:
         given = conninfo.conninfo_to_dict(config.database_url)
     except psycopg.ProgrammingError:

@@ -142,9 +142,10 @@ def test_a_plan_from_when_the_table_was_small_does_no_harm(new_database: NewData
     task = tasklib.task(name="once")(lambda: None)
     with psycopg.connect(url, autocommit=True) as other:
         with tasklib.Client(tasklib.Config(url, pool_size=1)) as client:
+            client.list_tasks()
+            other.execute("alter table tasklib.tasks set (autovacuum_enabled = off)")
             for _ in range(12):
                 client.submit(task.options(idempotency_key="k").new())
-            other.execute("alter table tasklib.tasks set (autovacuum_enabled = off)")
             other.execute(
                 """insert into tasklib.tasks (name, idempotency_key)
                    select 'once', 'k' || n from generate_series(1, 30000) as n"""

@@ -197,9 +197,10 @@ def test_many_are_all_or_none(client: tasklib.Client, conn: Conn) -> None:
     @tasklib.task
     def once(n: int) -> None: ...
 
-    client.submit(once.options(idempotency_key="taken").new(0))
-    news = [once.new(n) for n in range(BATCH_ROWS + 5)] + [once.options(idempotency_key="taken").new(1)]
-    with pytest.raises(tasklib.IdempotencyConflict, match="'taken'"):
+    client.submit(once.options(idempotency_key="z-taken").new(0))
+    news = [once.options(idempotency_key=f"a{n}").new(n) for n in range(BATCH_ROWS + 5)]
+    news.append(once.options(idempotency_key="z-taken").new(1))
+    with pytest.raises(tasklib.IdempotencyConflict, match="'z-taken'"):
         client.submit_many(news)
     assert conn.execute("select count(*) from tasklib.tasks").fetchone() == (1,)
 

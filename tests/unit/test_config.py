@@ -48,6 +48,9 @@ def test_the_password_is_never_shown() -> None:
         connection_string(tasklib.Config("host=x password=S3CR3T and so on"))
     assert "S3CR3T" not in str(unreadable.value)
     assert unreadable.value.__cause__ is None
+    with pytest.raises(tasklib.InvalidConfig, match="%40") as doubled:
+        connection_string(tasklib.Config("postgresql://app:S3C@R3T@db.example/shop"))
+    assert "R3T" not in str(doubled.value)
 
 
 @pytest.mark.parametrize("use", [tasklib.init, tasklib.Client, tasklib.AsyncClient])
