@@ -22,7 +22,6 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Commands that are run, but not from here: where they are.
 ELSEWHERE = {
-    "git clone https://github.com/tasklib-pg/tasklib-pg && cd tasklib-pg": "a clone is what CI runs in",
     "python3 dev.py demo": "tests/acceptance/test_demo.py",
     "python3 dev.py test": "this is part of it",
     'pip install "tasklib-pg[binary,cli]"': "tests/acceptance/test_packaging.py",
