@@ -59,12 +59,11 @@ class Statements:
 
     def submit(self, task: NewTask) -> Statement[TaskId]:
         self._check_size(task)
-        terms, defaults = task.terms, self._defaults
-        max_retries = defaults["max_retries"] if terms.max_retries is None else terms.max_retries
-        timeout_seconds = defaults["timeout_seconds"] if terms.timeout_seconds is None else terms.timeout_seconds
+        terms = task.terms
         parameters = (
             task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
-            terms.scheduled_at, terms.expires_at, max_retries, timeout_seconds,
+            terms.scheduled_at, terms.expires_at,
+            terms.value("max_retries", self._defaults), terms.value("timeout_seconds", self._defaults),
             terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
         )  # fmt: skip
         return Statement(self._sql["submit"], parameters, lambda rows: _read_id(task, *rows[0]))

@@ -41,13 +41,17 @@ class Terms:
     store_result: bool
     on_crash: OnCrash
 
+    def value(self, option: str, defaults: Mapping[str, Any]) -> Any:
+        said = getattr(self, option)
+        return defaults.get(option) if said is None else said
+
     def to_json(self, defaults: Mapping[str, Any]) -> str:
         """As members of one element of what tasklib.submit_many takes; what equals its own default is left out."""
         tags = "" if self.tags == "{}" else f',"tags":{self.tags}'
         return tags + "".join(
             f',"{option}":{to_json(value).decode()}'
             for option, sql_default in _SQL_DEFAULTS.items()
-            if (value := _first(getattr(self, option), defaults.get(option))) != sql_default
+            if (value := self.value(option, defaults)) != sql_default
         )
 
 
@@ -112,7 +116,3 @@ def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Term
         store_result=given.get("store_result", own.store_result),
         on_crash=given.get("on_crash", own.on_crash),
     )
-
-
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-def wait_until(is_so: Callable[[], bool], what: str, *, seconds: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], bool], what: str = "the condition", *, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"

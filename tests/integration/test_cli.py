@@ -31,7 +31,6 @@ def run(database_url: str, tmp_path: Path) -> Run:
         command = [str(COMMAND), *words]
         return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=tmp_path)
 
-    run.database_url = database_url  # type: ignore[attr-defined]
     return run
 
 
@@ -48,14 +47,14 @@ def test_submit_list_show(run: Run) -> None:
     assert re.search(r'tags\s+{"batch":"b"}', shown)
 
 
-def test_nothing_is_cut(run: Run) -> None:
+def test_nothing_is_cut(run: Run, database_url: str) -> None:
     """Long arguments whole in a pipe; ids whole on a terminal, so that they can be copied."""
     task_id = run("submit", "wide", f"text={'x' * 1000}", "url=https://example.com/end").stdout.strip()
     shown = re.sub(r"\s", "", run("show", task_id).stdout)
     assert "x" * 1000 in shown
     assert "https://example.com/end" in shown
     command = f"script -qec '{COMMAND} list' /dev/null"
-    environment = {"DATABASE_URL": run.database_url, "PATH": os.environ["PATH"], "COLUMNS": "80", "TERM": "xterm"}  # type: ignore[attr-defined]
+    environment = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "COLUMNS": "80", "TERM": "xterm"}
     terminal = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert task_id in terminal.stdout
 

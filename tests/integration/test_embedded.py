@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, LiteralString
 
@@ -20,9 +19,10 @@ import pytest
 import tasklib
 from tasklib import embedded
 from tasklib.errors import EmbeddedPostgresError
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 Server = embedded.EmbeddedPostgres | embedded.ExternalPostgres
 IS_ROOT = os.geteuid() == 0
@@ -437,13 +437,6 @@ def read_report(owner: subprocess.Popen[str]) -> dict[str, Any]:
     assert owner.stdout
     report: dict[str, Any] = json.loads(owner.stdout.readline())
     return report
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "not within the deadline"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
