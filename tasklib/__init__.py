@@ -1,12 +1,18 @@
 """A task queue for Python that needs nothing but PostgreSQL."""
 
 from tasklib.application import (
+    cancel_task,
+    cancel_task_async,
     close,
+    expire_tasks,
+    expire_tasks_async,
     get_task,
     get_task_async,
     init,
     list_tasks,
     list_tasks_async,
+    retry_task,
+    retry_task_async,
     submit_many,
     submit_many_sync,
     submit_task,
@@ -36,6 +42,16 @@ from tasklib.errors import (
 )
 from tasklib.ids import TaskId
 from tasklib.options import OnCrash, SubmitOptions, TaskOptions
+from tasklib.outcomes import (
+    Cancel,
+    CancelInterrupt,
+    Fail,
+    Retry,
+    Snooze,
+    StopInterrupt,
+    TaskInterrupt,
+    TimeoutInterrupt,
+)
 from tasklib.record import (
     Task,
     is_buried,
@@ -48,47 +64,66 @@ from tasklib.record import (
     is_retrying,
     is_running,
 )
+from tasklib.retry import Exponential, Fixed, Linear
 from tasklib.statements import ListFilters
 from tasklib.states import State
 from tasklib.submission import NewTask
 from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
 from tasklib.version import __version__
+from tasklib.worker import TaskWorker
+from tasklib.worker.hooks import on_worker_start, on_worker_stop
 
 __all__ = [
     "AsyncClient",
+    "Cancel",
+    "CancelInterrupt",
     "Client",
     "CommitUnknown",
     "Config",
     "DatabaseError",
     "DatabaseUnavailable",
     "EmbeddedPostgresError",
+    "Exponential",
+    "Fail",
+    "Fixed",
     "IdempotencyConflict",
     "InvalidArguments",
     "InvalidConfig",
     "InvalidOptions",
     "InvalidTaskDefinition",
+    "Linear",
     "ListFilters",
     "NewTask",
     "NotInitialised",
     "OnCrash",
     "RegisteredTask",
+    "Retry",
     "SchemaBusy",
     "SchemaChanged",
     "SchemaError",
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",
+    "Snooze",
     "State",
+    "StopInterrupt",
     "SubmitOptions",
     "Submitter",
     "Task",
     "TaskFunction",
     "TaskId",
+    "TaskInterrupt",
     "TaskNotRegistered",
     "TaskOptions",
+    "TaskWorker",
     "TasklibError",
+    "TimeoutInterrupt",
     "__version__",
+    "cancel_task",
+    "cancel_task_async",
     "close",
+    "expire_tasks",
+    "expire_tasks_async",
     "get_registered_tasks",
     "get_task",
     "get_task_async",
@@ -104,6 +139,10 @@ __all__ = [
     "is_running",
     "list_tasks",
     "list_tasks_async",
+    "on_worker_start",
+    "on_worker_stop",
+    "retry_task",
+    "retry_task_async",
     "submit_many",
     "submit_many_sync",
     "submit_task",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from uuid import UUID
 
+    from tasklib.client import CancelAnswer
     from tasklib.ids import TaskId
     from tasklib.options import OnCrash
     from tasklib.record import Task
@@ -142,3 +143,32 @@ async def list_tasks_async(
     state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
 ) -> list[Task]:
     return await default_async_client().list_tasks(state, name, limit, **filters)
+
+
+def cancel_task(task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
+    """The answer "cancelled": it waited, and will not run. "asked": a worker holds it, and is asked to stop it. None:
+    there is no such task, or it is final.
+    """
+    return default_client().cancel_task(task_id, reason)
+
+
+async def cancel_task_async(task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
+    return await default_async_client().cancel_task(task_id, reason)
+
+
+def retry_task(task_id: UUID | str) -> bool:
+    """Run it again, now: one that is final, or that waits for its next attempt. False: it is neither."""
+    return default_client().retry_task(task_id)
+
+
+async def retry_task_async(task_id: UUID | str) -> bool:
+    return await default_async_client().retry_task(task_id)
+
+
+def expire_tasks() -> int:
+    """End waiting tasks whose `expires_at` has passed, as workers do every second: at most 1,000. How many."""
+    return default_client().expire_tasks()
+
+
+async def expire_tasks_async() -> int:
+    return await default_async_client().expire_tasks()

@@ -5,7 +5,7 @@ convenience over a default pair of these clients.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Unpack, cast
 
 from tasklib.config import Config
 from tasklib.database import Database
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tasklib.record import Task
     from tasklib.statements import ListFilters
     from tasklib.task import TaskFunction
+
+CancelAnswer: TypeAlias = Literal["cancelled", "asked"] | None
 
 
 class Client:
@@ -57,6 +59,20 @@ class Client:
     ) -> list[Task]:
         """Newest first. Filters: queue, tags, created_after, created_before; `after` asks for the next page."""
         return self.database.run(self._statements.list(state, name, limit, **filters))[0]
+
+    def cancel_task(self, task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
+        """The answer "cancelled": it waited, and will not run. "asked": a worker holds it, and is asked to stop it.
+        None: there is no such task, or it is final.
+        """
+        return cast("CancelAnswer", self.database.run(self._statements.cancel(task_id, reason))[0])
+
+    def retry_task(self, task_id: UUID | str) -> bool:
+        """Run it again, now: one that is final, or that waits for its next attempt. False: it is neither."""
+        return self.database.run(self._statements.retry(task_id))[0]
+
+    def expire_tasks(self) -> int:
+        """End waiting tasks whose `expires_at` has passed, as workers do every second: at most 1,000. How many."""
+        return self.database.run(self._statements.expire())[0]
 
     def close(self) -> None:
         self.database.close()
@@ -95,6 +111,15 @@ class AsyncClient:
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
     ) -> list[Task]:
         return (await self.database.run_async(self._statements.list(state, name, limit, **filters)))[0]
+
+    async def cancel_task(self, task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
+        return cast("CancelAnswer", (await self.database.run_async(self._statements.cancel(task_id, reason)))[0])
+
+    async def retry_task(self, task_id: UUID | str) -> bool:
+        return (await self.database.run_async(self._statements.retry(task_id)))[0]
+
+    async def expire_tasks(self) -> int:
+        return (await self.database.run_async(self._statements.expire()))[0]
 
     async def close(self) -> None:
         await self.database.close_async()

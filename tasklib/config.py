@@ -40,6 +40,12 @@ class Config:
     database_timeout_seconds: _Seconds = 30.0
     max_argument_bytes: Annotated[int, Field(gt=0, le=LARGEST_ARGUMENT_BYTES)] = MAX_ARGUMENT_BYTES
 
+    retry_jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_retry_delay_seconds: _Delay = 86400.0
+    lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 15.0
+    timeout_delta_seconds: _Delay = 10.0
+    bury_after: Annotated[int, Field(ge=1)] = 3
+
     @model_validator(mode="wrap")
     @classmethod
     def _speak_clearly(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:

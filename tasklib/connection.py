@@ -64,6 +64,26 @@ def connection_string(config: Config) -> str:
     return conninfo.make_conninfo("", **{**_CONNECTION_DEFAULTS, **given, "client_encoding": "utf8"})
 
 
+def worker_connection_string(config: Config, role: str, *, settings: str = "") -> str:
+    """For a worker's own connections. Their statements all go by an index. A plan that was made while the table was
+    empty would read all of it, and be kept until the first ANALYZE; these settings rule that out.
+    """
+    given = conninfo.conninfo_to_dict(connection_string(config))
+    options = " ".join(filter(None, [_INDEXES_ONLY, settings, str(given.get("options") or "")]))
+    name = f"{given['application_name']}:{role}"
+    return conninfo.make_conninfo("", **{**given, "application_name": name, "options": options})
+
+
+_INDEXES_ONLY = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off"
+
+
+def without_planner_settings(dsn: str) -> str:
+    """PgBouncer refuses to pass `options` on."""
+    given = conninfo.conninfo_to_dict(dsn)
+    given.pop("options", None)
+    return conninfo.make_conninfo("", **given)
+
+
 # Shutdown by an administrator, in a crash, while starting; the database dropped; idle sessions and transactions ended.
 _CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04"})
 
@@ -157,6 +177,12 @@ def is_connection_lost(error: psycopg.Error) -> bool:
 
 def is_passing_conflict(error: psycopg.Error) -> bool:
     return isinstance(error, errors.SerializationFailure | errors.DeadlockDetected)
+
+
+def is_about_rows(error: psycopg.Error) -> bool:
+    """A value or a row was refused, by PostgreSQL or by somebody's trigger: without it, the statement would pass."""
+    refusals = (psycopg.DataError, psycopg.IntegrityError, errors.RaiseException, errors.ProgramLimitExceeded)
+    return isinstance(error, refusals)
 
 
 def translate(error: psycopg.Error) -> TasklibError:

@@ -59,7 +59,7 @@ class Database:
         if connection is not None:
             return _run_borrowed(connection, statements)
         if not self._is_schema_checked:
-            self._check_schema()
+            self.check_schema()
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
         while True:
             pool = self._pools().sync_pool()
@@ -74,7 +74,7 @@ class Database:
         if connection is not None:
             return await _run_borrowed_async(connection, statements)
         if not self._is_schema_checked:
-            await asyncio.to_thread(self._check_schema)
+            await asyncio.to_thread(self.check_schema)
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
         while True:
             pool = await self._pools().async_pool()
@@ -93,7 +93,8 @@ class Database:
     async def close_async(self) -> None:
         await self._pools().close_async()
 
-    def _check_schema(self) -> None:
+    def check_schema(self) -> None:
+        """Before first use: make a missing schema, refuse one that does not fit. Once is enough."""
         with self._pools().schema_check:
             if not self._is_schema_checked:
                 self._ensure_schema()
@@ -258,7 +259,7 @@ def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> lis
     with ExitStack() as stack:
         if len(statements) > 1:
             stack.enter_context(conn.transaction())
-        results = _send(conn, statements)
+        results = send(conn, statements)
     raise_doubt(conn)
     return results
 
@@ -286,7 +287,7 @@ def _run_borrowed(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
         with ExitStack() as stack:
             if _needs_transaction(conn, statements):
                 stack.enter_context(conn.transaction())
-            return _send(conn, statements)
+            return send(conn, statements)
     except psycopg.Error as error:
         raise translate(error) from error
 
@@ -306,13 +307,13 @@ async def _run_borrowed_async(conn: Any, statements: Sequence[Statement[T]]) -> 
         raise translate(error) from error
 
 
-def _send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
     results = []
     # A cursor of ours: the caller's connection may have another placeholder style and row factory.
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         for statement in statements:
             cursor.execute(statement.sql, statement.parameters, binary=True)
-            results.append(statement.read(cursor.fetchall()))
+            results.append(statement.read(cursor.fetchall() if cursor.description else []))
     return results
 
 

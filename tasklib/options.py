@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -14,12 +14,15 @@ from tasklib.names import check_key, check_queue, check_tag_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tasklib.retry import Backoff
+
 OnCrash = Literal["retry", "fail"]
 DEFAULT_QUEUE = "default"
 MAX_TAG_BYTES = 16 * 1024
 FIRST_MOMENT = datetime(1, 1, 2, tzinfo=UTC)
 LAST_MOMENT = datetime(9999, 12, 30, tzinfo=UTC)  # a day short of the calendar's ends, for every time zone
 CENTURY_SECONDS = 100 * 365 * 86400
+MAX_ERROR_CODE = 200
 _INT4 = 2**31 - 1
 
 
@@ -55,6 +58,8 @@ class TaskOptions:
     no_retry_on: tuple[type[BaseException], ...] = ()
     store_result: bool = True
     on_crash: OnCrash = "retry"
+    backoff: Backoff | None = None
+    error_codes: Mapping[type[BaseException], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in RESERVED_PARAMETERS & set(self.__slots__)}
@@ -64,6 +69,12 @@ class TaskOptions:
         checked_options(own)
         _check_exception_types("retry_on", self.retry_on or ())
         _check_exception_types("no_retry_on", self.no_retry_on or ())
+        _check_error_codes(self.error_codes)
+        if self.backoff is not None and not callable(self.backoff):
+            raise InvalidOptions(
+                f"backoff takes tasklib.Exponential(...), Linear(...), Fixed(...) or a function of the number of the "
+                f"retry that returns seconds, got {self.backoff!r}"
+            )
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +160,20 @@ def _check_exception_types(name: str, types: tuple[Any, ...]) -> None:
     for kind in types:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise InvalidOptions(f"{name} takes exception classes, got {kind!r}")
+
+
+def _check_error_codes(codes: Any) -> None:
+    if not isinstance(codes, Mapping):
+        raise InvalidOptions(f"error_codes maps exception classes to codes, got {codes!r}")
+    _check_exception_types("error_codes", tuple(codes))
+    for code in codes.values():
+        check_error_code(code)
+
+
+def check_error_code(code: Any) -> str:
+    if not isinstance(code, str) or not 1 <= len(code) <= MAX_ERROR_CODE or not code.isprintable():
+        raise InvalidOptions(f"an error code is a word of 1 to {MAX_ERROR_CODE} printable characters, got {code!r}")
+    return code
 
 
 def _is_number(value: Any) -> bool:

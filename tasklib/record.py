@@ -58,6 +58,9 @@ class Task:
     workflow_id: UUID | None
     step_name: str | None
     pending_parents: int
+    due_at: datetime | None
+    cancel_asked_at: datetime | None
+    strikes: int
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Task:

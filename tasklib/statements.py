@@ -5,16 +5,20 @@ Statements are values. Sync and async, one's own connection and the caller's, al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, LiteralString, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, LiteralString, NamedTuple, TypedDict, TypeVar, Unpack
 from uuid import UUID
+
+from pydantic_core import to_json
 
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
 from tasklib.options import check_moment, check_text, check_whole, checked_options
+from tasklib.outcomes import HeldTask, Settlement
 from tasklib.record import Task
 from tasklib.sql import queries
 from tasklib.states import UNSUCCESSFUL, State
+from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,18 +27,19 @@ if TYPE_CHECKING:
     from tasklib.config import Config
     from tasklib.submission import NewTask
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Row = tuple[Any, ...]
 
 BATCH_ROWS = 1_000
 MAX_LIST_LIMIT = 10_000
+_HELD_COLUMNS = len(fields(HeldTask))
 
 
 @dataclass(frozen=True, slots=True)
-class Statement(Generic[T]):
+class Statement(Generic[T_co]):
     sql: LiteralString
     parameters: Sequence[Any]
-    read: Callable[[list[Row]], T]
+    read: Callable[[list[Row]], T_co]
     is_change: bool = True
 
 
@@ -93,6 +98,16 @@ class Statements:
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
 
+    def cancel(self, task_id: UUID | str, reason: str | None) -> Statement[str | None]:
+        text = None if reason is None else check_text("reason", storable)(reason)
+        return Statement(self._sql["cancel"], (as_uuid(task_id), text), _read_value)
+
+    def retry(self, task_id: UUID | str) -> Statement[bool]:
+        return Statement(self._sql["retry"], (as_uuid(task_id),), _read_value)
+
+    def expire(self) -> Statement[int]:
+        return Statement(self._sql["expire"], (), _read_value)
+
     def _submit_batch(self, batch: Sequence[NewTask]) -> Statement[dict[UUID, TaskId]]:
         for task in batch:
             self._check_size(task)
@@ -116,6 +131,169 @@ class Statements:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimedTask:
+    """A task as it comes out of a claim."""
+
+    held: HeldTask
+    args: str  # JSON text: an argument that Python cannot read fails its own task, not the whole claim
+    kwargs: str
+    priority: int
+    created_at: datetime
+    store_result: bool
+    claimed_by_clock: datetime
+    claim_id: int
+
+    @classmethod
+    def from_row(cls, row: Row) -> ClaimedTask:
+        return cls(HeldTask(*row[:_HELD_COLUMNS]), *row[_HELD_COLUMNS:])
+
+    def order(self) -> tuple[int, datetime, UUID]:
+        return -self.priority, self.created_at, self.held.id
+
+
+class WorkerStatements:
+    """What workers and duties send. Every write after a claim names the worker, and the token of the claim."""
+
+    def __init__(self, config: Config) -> None:
+        self._tasks = queries("tasks", config.schema)
+        self._workers = queries("workers", config.schema)
+        self._claims = queries("claims", config.schema)
+        self._lock_seconds = float(config.lock_timeout_seconds)
+        self._lease_seconds = config.lease_seconds
+
+    def claim(
+        self, worker_id: str, queue: str, names: Sequence[str], limit: int, *, suspects: bool
+    ) -> Statement[list[ClaimedTask]]:
+        parameters = (worker_id, queue, list(names), suspects, limit, self._lock_seconds)
+        return Statement(self._tasks["claim"], parameters, _read_claimed)
+
+    def ready_queues(self) -> Statement[list[str]]:
+        return Statement(self._tasks["ready_queues"], (), _read_column, is_change=False)
+
+    def start(self, worker_id: str, started: Sequence[tuple[UUID, int, datetime]]) -> Statement[list[UUID]]:
+        ids, tokens, times = zip(*started, strict=True)
+        return Statement(self._tasks["start"], (worker_id, list(ids), list(tokens), list(times)), _read_column)
+
+    def settle(self, worker_id: str, settled: Iterable[str], claim_ids: Iterable[int] = ()) -> Statement[list[UUID]]:
+        """`settled` are JSON objects, one a task, as `settlement_json` writes them."""
+        parameters = (worker_id, f"[{','.join(settled)}]", list(claim_ids))
+        return Statement(self._tasks["settle"], parameters, _read_column)
+
+    def release(self, worker_id: str, held: Sequence[tuple[int, UUID, int]], now: datetime) -> Statement[list[UUID]]:
+        """For claims whose answer never came: (claim, task, token). Nothing of them had begun."""
+        released = [
+            to_json({"id": id_, "token": token, "state": "pending", "began": False, "finished_at": now}).decode()
+            for _, id_, token in held
+        ]
+        return self.settle(worker_id, released, {claim for claim, _, _ in held})
+
+    def promote(self) -> Statement[Promotion]:
+        return Statement(self._tasks["promote"], (), lambda rows: Promotion(*rows[0]))
+
+    def expire(self) -> Statement[int]:
+        return Statement(self._tasks["expire"], (), _read_value)
+
+    def waiting_names(self, queues: Sequence[str], served: Sequence[str]) -> Statement[list[str]]:
+        return Statement(self._tasks["waiting_names"], (list(queues), list(served)), _read_column, is_change=False)
+
+    def register(self, worker: WorkerDescription) -> Statement[datetime]:
+        parameters = (
+            worker.worker_id, worker.name, worker.hostname, worker.pid, worker.process_name, worker.queues,
+            worker.task_names, worker.concurrency, self._lease_seconds,
+        )  # fmt: skip
+        return Statement(self._workers["register"], parameters, _read_value)
+
+    def renew(self, worker_id: str, names: Sequence[str], *, stopping: bool) -> Statement[datetime | None]:
+        """None: the worker was given up for dead."""
+        return Statement(self._workers["renew"], (worker_id, self._lease_seconds, list(names), stopping), _read_value)
+
+    def deregister(self, worker_id: str) -> Statement[None]:
+        return Statement(self._workers["deregister"], (worker_id,), lambda _: None)
+
+    def declare_dead(self) -> Statement[list[Row]]:
+        return Statement(self._workers["declare_dead"], (self._lease_seconds,), list)
+
+    def forget_dead(self) -> Statement[None]:
+        return Statement(self._workers["forget_dead"], (), lambda _: None)
+
+    def held(self, worker_id: str) -> Statement[list[Row]]:
+        return Statement(self._claims["held"], (worker_id,), list, is_change=False)
+
+    def extend(self, worker_id: str, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
+        return Statement(self._claims["extend"], (worker_id, list(task_ids), self._lock_seconds), _read_column)
+
+    def asked_to_stop(self, worker_id: str, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
+        return Statement(self._claims["asked_to_stop"], (worker_id, list(task_ids)), _read_column, is_change=False)
+
+    def abandoned(self, after: tuple[str, int]) -> Statement[list[Row]]:
+        return Statement(self._claims["abandoned"], after, list, is_change=False)
+
+    def abandoned_tasks(self, worker_id: str, claim_id: int) -> Statement[list[HeldTask]]:
+        return Statement(
+            self._claims["abandoned_tasks"], (worker_id, claim_id), lambda rows: [HeldTask(*row) for row in rows]
+        )
+
+    def forget_claim(self, worker_id: str, claim_id: int) -> Statement[None]:
+        return Statement(self._claims["forget"], (worker_id, claim_id), lambda _: None)
+
+
+class Promotion(NamedTuple):
+    promoted: int
+    next_due_seconds: float | None  # None: no task is known to become due
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker says about itself."""
+
+    worker_id: str
+    name: str
+    hostname: str
+    pid: int
+    process_name: str
+    queues: list[str] | None
+    task_names: list[str]
+    concurrency: int
+
+
+def settlement_json(
+    task: HeldTask,
+    settlement: Settlement,
+    *,
+    started_at: datetime | None,
+    finished_at: datetime,
+    seen: str | None = None,
+) -> str:
+    """One element of what `settle` takes. What is None or False is left out. `seen` is the state that was decided on,
+    for who does not hold the task itself.
+    """
+    problem = settlement.problem
+    values: dict[str, Any] = {
+        "id": task.id,
+        "token": task.fencing_token,
+        "state": settlement.state,
+        "seen": seen,
+        "began": settlement.began,
+        "outcome": settlement.outcome,
+        "due_at": settlement.due_at,
+        "scheduled_at": settlement.scheduled_at,
+        "started_at": started_at if settlement.began else None,
+        "finished_at": finished_at,
+        "error": problem and problem.text,
+        "error_code": problem and problem.code,
+        "error_message": problem and problem.message,
+        "failed_reason": settlement.failed_reason,
+        "is_retry": settlement.is_retry,
+        "is_crash": settlement.is_crash,
+        "is_strike": settlement.is_strike,
+        "suspect": settlement.suspect,
+    }
+    head = to_json({key: value for key, value in values.items() if value or key == "began"}).decode()
+    # The result is JSON already.
+    return head if settlement.result is None else f'{head[:-1]},"result":{settlement.result}}}'
+
+
 def as_uuid(value: Any) -> UUID:
     if isinstance(value, UUID):
         return value
@@ -132,6 +310,18 @@ def _read_id(task: NewTask, found: Any, existed: Any) -> TaskId:
         return task.id
     earlier = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
     return task.id if earlier == task.id else TaskId(earlier, existed=True)
+
+
+def _read_value(rows: list[Row]) -> Any:
+    return rows[0][0] if rows else None
+
+
+def _read_column(rows: list[Row]) -> list[Any]:
+    return [row[0] for row in rows]
+
+
+def _read_claimed(rows: list[Row]) -> list[ClaimedTask]:
+    return sorted((ClaimedTask.from_row(row) for row in rows), key=ClaimedTask.order)
 
 
 def _read_one(rows: list[Row]) -> Task | None:

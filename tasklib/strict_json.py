@@ -166,6 +166,13 @@ def _text_flaw(text: str) -> str | None:
     return None
 
 
+def storable(text: str, limit: int | None = None) -> str:
+    """The text without what PostgreSQL cannot store; if it is longer than the limit, its beginning and its end."""
+    if limit is not None and len(text) > limit:
+        text = f"{text[: limit // 2]}\n... {len(text) - limit} characters left out ...\n{text[-limit // 2 :]}"
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
 def refusal(task_name: str, path: JsonPath, reason: str) -> InvalidArguments:
     return InvalidArguments(f"{task_name}: argument {_name(path)}: {reason}" if path else f"{task_name}: {reason}")
 

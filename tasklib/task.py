@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tasklib.ids import TaskId
+    from tasklib.retry import Backoff
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,6 +113,8 @@ def task(
     no_retry_on: ExceptionTypes = (),
     store_result: bool = True,
     on_crash: OnCrash = "retry",
+    backoff: Backoff | None = None,
+    error_codes: Mapping[type[BaseException], str] = ...,
 ) -> Callable[[Callable[P, R]], TaskFunction[P, R]]: ...
 
 

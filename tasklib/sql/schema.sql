@@ -6,14 +6,26 @@
 -- domain task_kwargs jsonb CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 8388608))
 -- domain task_name text CHECK (((VALUE ~ '^[A-Za-z_][A-Za-z0-9_.:-]*$'::text) AND (octet_length(VALUE) <= 200)))
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
+-- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
+-- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
+-- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public a71835af5324f6766d48d9ad205c6650
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
+-- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
+-- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 260f40a1c636545ce800d405cd9aa84d
 -- function ring(queue text) returns void search_path=pg_catalog, pg_temp for public fa79d098c2553843f5d9d29f096d7b0a
+-- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
--- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp a561823e08e5ec469ecc6c658ee3071a
--- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 6b9e382fe513ae68c5fe6dae73d4a299
+-- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 9d586bffb8c4531a515467e89f951ca6
+-- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp b1c99c8e2957f3fe628193a68a7de65f
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
--- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public c0f505469d1516397bdb2342af48ec81
+-- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public 73290ec3ab5a5b71e3e71dd0c8e82449
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
+-- table claims column id bigint not null default null
+-- table claims column locked_until timestamp with time zone not null default null
+-- table claims column task_ids uuid[] not null default null
+-- table claims column worker_id text not null default null
+-- table claims constraint claims_pkey PRIMARY KEY (worker_id, id)
+-- table claims index CREATE UNIQUE INDEX claims_pkey ON tasklib.claims USING btree (worker_id, id)
 -- table schema_migrations column applied_at timestamp with time zone not null default clock_timestamp()
 -- table schema_migrations column applied_by text not null default SESSION_USER
 -- table schema_migrations column checksum text not null default null
@@ -24,12 +36,31 @@
 -- table schema_migrations constraint schema_migrations_phase_known CHECK ((phase = ANY (ARRAY['pre'::text, 'post'::text, 'functions'::text])))
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
 -- table schema_migrations index CREATE UNIQUE INDEX schema_migrations_pkey ON tasklib.schema_migrations USING btree (version)
+-- table task_attempts column attempt integer not null default null
+-- table task_attempts column error_code text default null
+-- table task_attempts column error_message text default null
+-- table task_attempts column failed_reason text default null
+-- table task_attempts column fencing_token bigint not null default null
+-- table task_attempts column finished_at timestamp with time zone not null default null
+-- table task_attempts column outcome text not null default null
+-- table task_attempts column started_at timestamp with time zone not null default null
+-- table task_attempts column task_id uuid not null default null
+-- table task_attempts column will_retry boolean not null default null
+-- table task_attempts column worker_hostname text default null
+-- table task_attempts column worker_id text not null default null
+-- table task_attempts column worker_pid integer default null
+-- table task_attempts column worker_process_name text default null
+-- table task_attempts constraint task_attempts_outcome_known CHECK ((outcome = ANY (ARRAY['COMPLETED'::text, 'FAILED'::text, 'WORKER_FAILURE'::text, 'TIMED_OUT'::text, 'CANCELLED'::text, 'SNOOZED'::text, 'INTERRUPTED'::text, 'LEASE_LOST'::text])))
+-- table task_attempts constraint task_attempts_pkey PRIMARY KEY (task_id, attempt)
+-- table task_attempts index CREATE UNIQUE INDEX task_attempts_pkey ON tasklib.task_attempts USING btree (task_id, attempt)
 -- table tasks column args tasklib.task_args not null default '{}'::jsonb
 -- table tasks column attempt integer not null default 0
+-- table tasks column cancel_asked_at timestamp with time zone default null
 -- table tasks column claimed_at timestamp with time zone default null
 -- table tasks column completed_at timestamp with time zone default null
 -- table tasks column crash_count integer not null default 0
 -- table tasks column created_at tasklib.moment not null default clock_timestamp()
+-- table tasks column due_at tasklib.moment default null
 -- table tasks column error text default null
 -- table tasks column error_code text default null
 -- table tasks column expires_at tasklib.moment default null
@@ -60,6 +91,7 @@
 -- table tasks column state text not null default 'pending'::text
 -- table tasks column step_name text default null
 -- table tasks column store_result boolean not null default true
+-- table tasks column strikes integer not null default 0
 -- table tasks column suspect boolean not null default false
 -- table tasks column tags tasklib.task_tags not null default '{}'::jsonb
 -- table tasks column timeout_seconds double precision default null
@@ -77,10 +109,30 @@
 -- table tasks constraint tasks_resolution_whole CHECK (((num_nonnulls(resolved_at, resolved_by) = ANY (ARRAY[0, 2])) AND ((resolution_note IS NULL) OR (resolved_at IS NOT NULL)) AND ((resolved_at IS NULL) OR ((state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)))))
 -- table tasks constraint tasks_retry_only_failed CHECK (((next_retry_at IS NULL) OR (state = 'failed'::text)))
 -- table tasks constraint tasks_state_known CHECK ((state = ANY (ARRAY['pending'::text, 'claimed'::text, 'running'::text, 'completed'::text, 'failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])))
+-- table tasks constraint tasks_strikes_whole CHECK ((strikes >= 0))
 -- table tasks constraint tasks_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds < 'Infinity'::double precision)))
+-- table tasks constraint tasks_waits_for_something CHECK ( CASE WHEN ((state = 'pending'::text) OR (next_retry_at IS NOT NULL)) THEN ((due_at IS NOT NULL) OR ((expires_at IS NULL) AND (ready OR (pending_parents > 0)))) ELSE (due_at IS NULL) END)
 -- table tasks index CREATE INDEX tasks_claim ON tasklib.tasks USING btree (queue, priority DESC, created_at, id) WHERE ready
+-- table tasks index CREATE INDEX tasks_due ON tasklib.tasks USING btree (due_at) WHERE (due_at IS NOT NULL)
 -- table tasks index CREATE INDEX tasks_unsuccessful ON tasklib.tasks USING btree (id) WHERE (error_code IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_idempotency_key ON tasklib.tasks USING btree (idempotency_key) WHERE (idempotency_key IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_pkey ON tasklib.tasks USING btree (id)
+-- table tasks trigger CREATE TRIGGER forget_attempts AFTER DELETE ON tasklib.tasks REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.forget_attempts()
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
--- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN ((new.ready IS NULL)) EXECUTE FUNCTION tasklib.task_defaults()
+-- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
+-- table workers column concurrency integer not null default null
+-- table workers column died_at timestamp with time zone default null
+-- table workers column hostname text not null default null
+-- table workers column lease_until timestamp with time zone not null default null
+-- table workers column name text not null default null
+-- table workers column pid integer not null default null
+-- table workers column process_name text not null default null
+-- table workers column queues text[] default null
+-- table workers column renewed_at timestamp with time zone not null default clock_timestamp()
+-- table workers column started_at timestamp with time zone not null default clock_timestamp()
+-- table workers column stopping boolean not null default false
+-- table workers column task_names text[] not null default null
+-- table workers column worker_id text not null default null
+-- table workers constraint workers_pkey PRIMARY KEY (worker_id)
+-- table workers index CREATE UNIQUE INDEX workers_pkey ON tasklib.workers USING btree (worker_id)
+-- view heartbeats SELECT task.id AS task_id, worker.worker_id AS sender_id, CASE task.state WHEN 'running'::text THEN 'runner'::text ELSE 'claimer'::text END AS role, worker.renewed_at AS sent_at, worker.hostname, worker.pid FROM (((tasklib.workers worker JOIN tasklib.claims claim USING (worker_id)) CROSS JOIN LATERAL unnest(claim.task_ids) held(task_id)) JOIN tasklib.tasks task ON (((task.id = held.task_id) AND (task.worker_id = worker.worker_id))));

@@ -189,11 +189,11 @@ def test_a_busy_lock_is_waited_for_and_then_named(new_database: NewDatabase, mon
 
 def test_pre_leaves_what_takes_away(new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pre` before the rollout, the rest after it."""
-    known = [*migrate.known_migrations(), migrate.Migration(2, "tidy", "post", "drop index tasklib.tasks_unsuccessful")]
+    known = [*migrate.known_migrations(), migrate.Migration(3, "tidy", "post", "drop index tasklib.tasks_unsuccessful")]
     monkeypatch.setattr(migrate, "known_migrations", lambda: known)
     config = tasklib.Config(new_database())
-    assert str(migrate.migrate(config, phase="pre")) == "0001_tasks (pre), functions"
-    assert str(migrate.migrate(config)) == "0002_tidy (post)"
+    assert str(migrate.migrate(config, phase="pre")) == "0001_tasks (pre), 0002_workers (pre), functions"
+    assert str(migrate.migrate(config)) == "0003_tidy (post)"
     assert str(migrate.migrate(config)) == "nothing"
 
 
@@ -210,7 +210,7 @@ def test_the_module_needs_no_extra(new_database: NewDatabase, words: list[str]) 
     assert run("--check").returncode == 1
     made = run()
     assert (made.returncode, made.stderr) == (0, "")
-    assert "applied: 0001_tasks (pre), functions" in made.stdout
+    assert "applied: 0001_tasks (pre), 0002_workers (pre), functions" in made.stdout
     assert run("--check").returncode == 0
     assert "create table" not in run("--sql").stdout
 

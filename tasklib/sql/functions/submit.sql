@@ -28,7 +28,7 @@ as $$
 #variable_conflict use_column
 declare
     submitted_at constant timestamptz := clock_timestamp();
-    due_at constant timestamptz := coalesce(
+    starts_at constant timestamptz := coalesce(
         submit.scheduled_at, submitted_at + submit.delay_seconds * interval '1 second');
     earlier_id uuid;
 begin
@@ -44,11 +44,12 @@ begin
     -- in silence, such as a unique index or a trigger of somebody else's.
     for attempt in 1..10 loop
         insert into tasklib.tasks (
-            id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, expires_at,
+            id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
             max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash)
         values (
             submit.id, submit.name, submit.args, submit.kwargs, submit.queue, submit.priority,
-            submitted_at, due_at, due_at <= submitted_at, submit.expires_at,
+            submitted_at, starts_at, starts_at <= submitted_at,
+            least(case when starts_at > submitted_at then starts_at end, submit.expires_at), submit.expires_at,
             submit.max_retries, submit.timeout_seconds, submit.tags, submit.idempotency_key,
             submit.store_result, submit.on_crash)
         on conflict do nothing;

@@ -57,10 +57,10 @@ begin
              order by idempotency_key collate "C", id
         ), inserted as (
             insert into tasklib.tasks (
-                id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, expires_at,
+                id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
                 max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash)
             select id, name, args, kwargs, queue, priority, submitted_at, scheduled_at, scheduled_at <= submitted_at,
-                   expires_at, max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash
+                   least(case when scheduled_at > submitted_at then scheduled_at end, expires_at), expires_at, max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash
               from given
             on conflict do nothing
             returning id

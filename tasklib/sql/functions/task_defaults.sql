@@ -1,19 +1,30 @@
--- What a raw INSERT leaves out: whether the task is ready, the rest of its lease, a code for its error.
--- The library always says `ready` itself, so that for its rows only the WHEN clause is
--- evaluated and this function is never called.
+-- What a raw INSERT leaves out: whether the task is ready, when time changes it, the rest of its lease, a code for its
+-- error. The library always says all of it, so that for its rows only the WHEN clause is evaluated and this function
+-- is never called.
 create or replace function tasklib.task_defaults() returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    new.ready := case new.state
+    new.ready := coalesce(new.ready, case new.state
         when 'pending' then new.scheduled_at <= clock_timestamp() and new.pending_parents = 0
         when 'failed' then coalesce(new.next_retry_at <= clock_timestamp(), false)
         else false
-    end;
+    end);
+    if new.state = 'pending' or new.next_retry_at is not null then
+        new.due_at := coalesce(new.due_at, least(
+            case when not new.ready and new.pending_parents = 0 then coalesce(new.next_retry_at, new.scheduled_at) end,
+            new.expires_at));
+    end if;
     if new.state in ('claimed', 'running') then
         new.claimed_at := coalesce(new.claimed_at, new.started_at, clock_timestamp());
         new.fencing_token := greatest(new.fencing_token, 1);
+        new.attempt := greatest(new.attempt, (new.state = 'running')::integer);
+        if new.worker_id is not null and new.locked_until is not null then
+            -- So that it is recovered when its lock has passed, like one that was claimed.
+            insert into tasklib.claims (worker_id, locked_until, task_ids)
+            values (new.worker_id, new.locked_until, array[new.id]);
+        end if;
     end if;
     if new.state in ('failed', 'cancelled', 'expired', 'buried') then
         new.error_code := coalesce(new.error_code, upper(new.state));
@@ -23,4 +34,8 @@ end
 $$;
 
 create or replace trigger task_defaults before insert on tasklib.tasks
-    for each row when (new.ready is null) execute function tasklib.task_defaults();
+    for each row when (
+        new.ready is null
+        or new.due_at is null and (new.state = 'pending' or new.next_retry_at is not null)
+            and (not new.ready or new.expires_at is not null))
+    execute function tasklib.task_defaults();

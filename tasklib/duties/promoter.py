@@ -1,0 +1,27 @@
+"""Makes tasks claimable whose time has come. Needs no election: rows that another promotes are passed over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tasklib.statements import Promotion, WorkerStatements
+    from tasklib.worker.session import Session
+
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Promoter:
+    def __init__(self, session: Session, statements: WorkerStatements) -> None:
+        self._session = session
+        self._statements = statements
+
+    def promote(self) -> Promotion:
+        return self._session.run(self._statements.promote())
+
+    def run_once(self) -> float | None:
+        promotion = self.promote()
+        if promotion.promoted:
+            return 0.0
+        due = promotion.next_due_seconds
+        return LONGEST_PAUSE_SECONDS if due is None else min(max(due, 0.001), LONGEST_PAUSE_SECONDS)

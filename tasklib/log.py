@@ -1,0 +1,39 @@
+"""The library's own events: `noun.past_tense` with values as keys, through the standard library's logging.
+
+The host's logging is never configured here. Without any, warnings go to stderr, as Python does by default. The values
+are in the message as key=value, and in the record as `tasklib` for formatters that write JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+MAX_SHOWN = 500
+logger = logging.getLogger("tasklib")
+
+
+def _render(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
+    name = str(event.pop("event"))
+    exc_info = event.pop("exc_info", None)
+    words = " ".join(f"{key}={_shown(value)}" for key, value in event.items() if value is not None)
+    message = f"{name} {words}".rstrip()
+    return (message,), {"extra": {"tasklib": {"event": name, **event}}, "exc_info": exc_info}
+
+
+def _shown(value: Any) -> str:
+    """Bounded, on one line, and without control characters: it may be a user's text."""
+    text = value if isinstance(value, str) else repr(value) if isinstance(value, list | tuple) else str(value)
+    short = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    return short if short.isprintable() and " " not in short and short else json.dumps(short)
+
+
+log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+    logger, processors=[structlog.stdlib.filter_by_level, _render], wrapper_class=structlog.stdlib.BoundLogger
+)

@@ -1,0 +1,287 @@
+"""What an execution yielded, and what follows from it.
+
+A task function says how it ended by returning, or by what it raises. A runner turns that into an `Outcome`, a value;
+`decide` says what becomes of the task, as a `Settlement`, another value; one guarded statement writes it. No clock, no
+chance and no database in here: the same task, outcome and moment always give the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+
+from tasklib.errors import InvalidOptions
+from tasklib.retry import Exponential, delay_seconds
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tasklib.retry import Backoff
+
+# --- What a task function may raise ----------------------------------------------------------------------------------
+
+
+class TaskSignal(Exception):
+    """How a task function says what should become of its task, other than by returning."""
+
+
+class Retry(TaskSignal):
+    """Run me again: after `delay_seconds`, or as the retry policy says. Counts as a retry."""
+
+    def __init__(self, reason: str = "asked for a retry", *, delay_seconds: float | timedelta | None = None) -> None:
+        super().__init__(reason)
+        self.delay_seconds = None if delay_seconds is None else _checked_delay(delay_seconds)
+
+
+class Snooze(TaskSignal):
+    """Not now: run me again after `delay_seconds`. Costs no retry."""
+
+    def __init__(self, delay_seconds: float | timedelta, reason: str = "snoozed") -> None:
+        super().__init__(reason)
+        self.delay_seconds = _checked_delay(delay_seconds)
+
+
+class Cancel(TaskSignal):
+    """There is nothing to do any more: the task is cancelled."""
+
+    def __init__(self, reason: str = "cancelled by itself") -> None:
+        super().__init__(reason)
+
+
+class Fail(TaskSignal):
+    """It will never work: the task fails for good, whatever retries are left."""
+
+    def __init__(self, reason: str, *, error_code: str | None = None) -> None:
+        super().__init__(reason)
+        self.error_code = error_code
+
+
+class TaskInterrupt(BaseException):
+    """Raised inside a sync task function that has to stop. No Exception, so that `except Exception` lets it pass."""
+
+
+class TimeoutInterrupt(TaskInterrupt):
+    """Its timeout_seconds have passed."""
+
+
+class CancelInterrupt(TaskInterrupt):
+    """Somebody cancelled it."""
+
+
+class StopInterrupt(TaskInterrupt):
+    """Its worker stops, or has lost its lease."""
+
+
+# --- What an execution yielded ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as it is stored."""
+
+    code: str
+    message: str
+    text: str  # "Type: message", then the traceback
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    result: str | None  # JSON text: {"value": ...}
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    problem: Problem
+    may_retry: bool = True
+    delay_seconds: float | None = None  # None: as the policy says
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Snoozed:
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    problem: Problem
+    began: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Given back without cost: never started, or stopped because its worker stops."""
+
+    began: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """Its worker's lease ran out, or its own lock passed, under it."""
+
+    reason: str
+    worker_is_alive: bool = False
+
+
+Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Crashed
+
+AttemptOutcome = Literal[
+    "COMPLETED", "FAILED", "WORKER_FAILURE", "TIMED_OUT", "CANCELLED", "SNOOZED", "INTERRUPTED", "LEASE_LOST"
+]
+
+
+# --- What follows ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTask:
+    """What is known of a task that a worker holds. Columns in the order of the statements that return them."""
+
+    id: UUID
+    name: str
+    queue: str
+    state: str
+    worker_id: str
+    fencing_token: int
+    attempt: int
+    retry_count: int
+    max_retries: int
+    crash_count: int
+    strikes: int
+    suspect: bool
+    on_crash: str
+    timeout_seconds: float | None
+    claimed_at: datetime
+    started_at: datetime | None
+    expires_at: datetime | None
+    cancel_asked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the task function and the configuration say about retries and burials."""
+
+    backoff: Backoff = field(default_factory=Exponential)
+    bury_after: int = 3
+    timeout_delta_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What becomes of a held task. `due_at` is when a waiting one may run again; None: at once."""
+
+    state: State
+    outcome: AttemptOutcome | None = None  # of the attempt; None: none began
+    due_at: datetime | None = None
+    scheduled_at: datetime | None = None
+    result: str | None = None
+    problem: Problem | None = None
+    failed_reason: str | None = None
+    is_retry: bool = False
+    is_crash: bool = False
+    is_strike: bool = False
+    suspect: bool = False
+
+    @property
+    def began(self) -> bool:
+        return self.outcome is not None
+
+
+def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Settlement:  # noqa: PLR0911 - one for each outcome
+    """What becomes of the task. Complete: every outcome has its answer, whatever the task's state."""
+    if task.cancel_asked_at is not None and not isinstance(outcome, Completed):
+        return _cancelled_on_request(task, outcome)
+    match outcome:
+        case Completed(result):
+            return Settlement(State.COMPLETED, "COMPLETED", result=result)
+        case Failed(problem, may_retry, delay):
+            return _failed("FAILED", task, problem, now, rules, may_retry=may_retry, delay=delay)
+        case TimedOut(problem):
+            return _failed("TIMED_OUT", task, problem, now, rules)
+        case Snoozed(delay):
+            due_at = now + timedelta(seconds=delay)
+            return Settlement(State.PENDING, "SNOOZED", due_at=due_at, scheduled_at=due_at)
+        case Cancelled(problem, began):
+            return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
+        case Interrupted(began):
+            return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
+        case Crashed(reason, worker_is_alive):
+            return _crashed(task, reason, now, rules, worker_is_alive=worker_is_alive)
+    assert_never(outcome)
+
+
+def _failed(
+    word: AttemptOutcome,
+    task: HeldTask,
+    problem: Problem,
+    now: datetime,
+    rules: Rules,
+    *,
+    may_retry: bool = True,
+    delay: float | None = None,
+) -> Settlement:
+    """`max_retries` counts retries after the first run: 3 means four executions."""
+    if not may_retry or task.retry_count >= task.max_retries:
+        return Settlement(State.FAILED, word, problem=problem)
+    if delay is None:
+        delay = delay_seconds(rules.backoff, task.retry_count + 1, _chance(task))
+    return Settlement(State.FAILED, word, due_at=now + timedelta(seconds=delay), problem=problem, is_retry=True)
+
+
+def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
+    """Whatever it did after it was asked to stop, short of completing."""
+    began = task.state == State.RUNNING if isinstance(outcome, Crashed) else getattr(outcome, "began", True)
+    problem = Problem("CANCELLED", "on request", "Cancelled: on request")
+    return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
+
+
+def _crashed(task: HeldTask, reason: str, now: datetime, rules: Rules, *, worker_is_alive: bool) -> Settlement:
+    """Who is guilty? What was executing is a suspect, and runs alone the next time; only a death while alone, or being
+    held past its time, is a strike. What may never have begun is not an attempt.
+
+    A task with on_crash="fail" is marked as running before its first line: if it is not, it had not begun.
+    """
+    if task.state != State.RUNNING and task.on_crash == "fail":
+        return Settlement(State.PENDING, suspect=task.suspect)
+    is_strike = (task.state == State.RUNNING and task.suspect) or _is_held_too_long(task, now, rules)
+    crash = Settlement(
+        State.PENDING,
+        None if task.state != State.RUNNING else "LEASE_LOST" if worker_is_alive else "WORKER_FAILURE",
+        problem=Problem("WORKER_CRASHED", reason, f"WorkerCrashed: {reason}"),
+        failed_reason=reason,
+        is_crash=task.state == State.RUNNING,
+        is_strike=is_strike,
+        suspect=True,
+    )
+    if task.on_crash == "fail":
+        return replace(crash, state=State.FAILED)
+    if is_strike and task.strikes + 1 >= rules.bury_after:
+        buried = Problem("BURIED", reason, f"Buried: {reason}; strike {task.strikes + 1} of {rules.bury_after}")
+        return replace(crash, state=State.BURIED, problem=buried)
+    return crash
+
+
+def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
+    """Past its timeout and the delta that allows for everything around it."""
+    if task.timeout_seconds is None:
+        return False
+    since = task.started_at if task.state == State.RUNNING and task.started_at else task.claimed_at
+    return now > since + timedelta(seconds=task.timeout_seconds + rules.timeout_delta_seconds)
+
+
+def _chance(task: HeldTask) -> float:
+    """From the random end of the id and the count of retries: another for each, and no dice in a pure function."""
+    return ((task.id.int & 0xFFFFFFFF) * 0x9E3779B1 + (task.retry_count + 1) * 0x85EBCA6B) % 2**32 / 2**32
+
+
+def _checked_delay(value: float | timedelta) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not 0 <= seconds <= 100 * 365 * 86400:
+        raise InvalidOptions(f"delay_seconds must be a number of seconds from zero to a century, got {value!r}")
+    return float(seconds)

@@ -1,0 +1,70 @@
+-- Statements about claims: which worker took which tasks.
+
+
+-- What one worker holds, as the database sees it: for a worker that lost its connection, and perhaps an answer.
+-- name: held
+select claim.id, task.id, task.fencing_token, task.cancel_asked_at is not null
+from tasklib.claims as claim
+cross join unnest(claim.task_ids) as taken (task_id)
+join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = $1::text
+where claim.worker_id = $1::text;
+
+
+-- For tasks that are still held when half of their lock has passed.
+-- name: extend
+with extended as (
+    update tasklib.tasks
+       set locked_until = clock_timestamp() + $3::double precision * interval '1 second'
+     where id = any($2::uuid[]) and worker_id = $1::text and state in ('claimed', 'running')
+    returning id, locked_until
+), noted as (
+    update tasklib.claims
+       set locked_until = clock_timestamp() + $3::double precision * interval '1 second'
+     where worker_id = $1::text and task_ids && $2::uuid[]
+)
+select id from extended;
+
+
+-- Which of these have been asked to stop.
+-- name: asked_to_stop
+select id from tasklib.tasks where id = any($2::uuid[]) and worker_id = $1::text and cancel_asked_at is not null;
+
+
+-- The next claims, in the order of their key, of workers that are dead or whose lock has passed. Paged by key ($1, $2),
+-- so that claims which cannot be recovered now do not hide those behind them.
+-- name: abandoned
+select claim.worker_id, claim.id,
+       exists (select from tasklib.workers as worker
+                where worker.worker_id = claim.worker_id and worker.died_at is null
+                  and worker.lease_until > clock_timestamp()),
+       clock_timestamp()
+from tasklib.claims as claim
+where (claim.worker_id, claim.id) > ($1::text, $2::bigint)
+  and (claim.locked_until < clock_timestamp()
+       or exists (select from tasklib.workers as worker
+                   where worker.worker_id = claim.worker_id and worker.died_at is not null))
+order by claim.worker_id, claim.id
+limit 100;
+
+
+-- The tasks of one claim that its worker still holds, and that may be taken from it.
+-- name: abandoned_tasks
+select task.id, name, queue, state, task.worker_id, fencing_token, attempt, retry_count, max_retries, crash_count,
+       strikes, suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at
+from tasklib.claims as claim
+cross join unnest(claim.task_ids) as taken (task_id)
+join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = claim.worker_id
+where claim.worker_id = $1::text and claim.id = $2::bigint
+  and (task.locked_until < clock_timestamp()
+       or exists (select from tasklib.workers as worker
+                   where worker.worker_id = claim.worker_id and worker.died_at is not null))
+order by task.id;
+
+
+-- A claim goes when its worker holds none of its tasks any more.
+-- name: forget
+delete from tasklib.claims as claim
+ where claim.worker_id = $1::text and claim.id = $2::bigint
+   and not exists (
+       select from unnest(claim.task_ids) as taken (task_id)
+       join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = claim.worker_id);

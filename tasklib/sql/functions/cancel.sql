@@ -1,0 +1,29 @@
+-- Cancels a task. 'cancelled': it was waiting, and will not run. 'asked': a worker holds it, and has been asked to stop
+-- it; the task is cancelled when it does. Null: there is no such task, or it is final already.
+--
+--     select tasklib.cancel('0190a1b2-...', 'ordered twice');
+create or replace function tasklib.cancel(task_id uuid, reason text default null) returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    became text;
+begin
+    update tasklib.tasks
+       set state = case when state in ('claimed', 'running') then state else 'cancelled' end,
+           cancel_asked_at = case when state in ('claimed', 'running') then clock_timestamp() end,
+           ready = false,
+           due_at = null,
+           next_retry_at = null,
+           completed_at = case when state in ('claimed', 'running') then null else clock_timestamp() end,
+           error_code = case when state in ('claimed', 'running') then error_code else 'CANCELLED' end,
+           error = case when state in ('claimed', 'running') then error
+                        else 'Cancelled: ' || coalesce(nullif(reason, ''), 'on request') end
+     where id = task_id and completed_at is null
+    returning case when state = 'cancelled' then 'cancelled' else 'asked' end into became;
+    if became = 'asked' then
+        perform pg_notify('task_cancel', task_id::text);
+    end if;
+    return became;
+end
+$$;

@@ -1,0 +1,27 @@
+-- Runs a task again, now: one that is final, with its retries before it again; or one that waits for its next attempt.
+-- False: there is no such task, or it is pending or running. Attempts, token and crash count go on: they are history.
+--
+--     select tasklib.retry('0190a1b2-...');
+create or replace function tasklib.retry(task_id uuid) returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    retried_queue text;
+begin
+    update tasklib.tasks
+       set state = 'pending', ready = true, scheduled_at = clock_timestamp(), completed_at = null, next_retry_at = null,
+           expires_at = case when expires_at > clock_timestamp() then expires_at end,
+           due_at = case when expires_at > clock_timestamp() then expires_at end,
+           retry_count = case when completed_at is null then retry_count else 0 end,
+           result = null, error = null, error_code = null, suspect = false, strikes = 0, cancel_asked_at = null,
+           resolved_at = null, resolved_by = null, resolution_note = null
+     where id = task_id and (completed_at is not null or next_retry_at is not null)
+    returning queue into retried_queue;
+    if retried_queue is null then
+        return false;
+    end if;
+    perform tasklib.ring(retried_queue);
+    return true;
+end
+$$;

@@ -1,0 +1,41 @@
+-- Statements about workers and their leases. The lease is the worker's row: one write per worker, never per task.
+
+
+-- name: register
+insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names, concurrency, lease_until)
+values ($1::text, $2::text, $3::text, $4::integer, $5::text, $6::text[], $7::text[], $8::integer,
+        clock_timestamp() + $9::double precision * interval '1 second')
+returning clock_timestamp();
+
+
+-- A worker that was given up for dead stays dead: no row comes back. The row's own lock decides between this and
+-- `declare_dead`.
+-- name: renew
+update tasklib.workers
+   set renewed_at = clock_timestamp(), lease_until = clock_timestamp() + $2::double precision * interval '1 second',
+       task_names = $3::text[], stopping = $4::boolean
+ where worker_id = $1::text and died_at is null
+returning clock_timestamp();
+
+
+-- Not while it still holds something.
+-- name: deregister
+delete from tasklib.workers
+ where worker_id = $1::text and not exists (select from tasklib.claims where claims.worker_id = $1::text);
+
+
+-- Leases that ran out. The clock is read again when the row's lock is held. No lease counts as run out while the
+-- server itself is younger than a lease: it may be that nobody could renew.
+-- name: declare_dead
+update tasklib.workers
+   set died_at = clock_timestamp()
+ where died_at is null and lease_until < clock_timestamp()
+   and pg_postmaster_start_time() < clock_timestamp() - $1::double precision * interval '1 second'
+returning worker_id, name, hostname, pid;
+
+
+-- The dead are forgotten when nothing of theirs is left, and an hour has passed in which somebody could look.
+-- name: forget_dead
+delete from tasklib.workers as worker
+ where died_at < clock_timestamp() - interval '1 hour'
+   and not exists (select from tasklib.claims where claims.worker_id = worker.worker_id);

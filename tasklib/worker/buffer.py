@@ -1,0 +1,260 @@
+"""What a worker holds: tasks that wait for a slot, tasks that execute, and tasks whose end is not committed yet.
+
+Invariants: never more executing than slots; a suspect executes alone; nothing starts without a valid lease, after a
+stop, or before claims were checked after a reconnect. All under one lock; runners take, the claimer adds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from uuid import UUID
+
+    from tasklib.worker.execution import Execution
+
+LARGEST_BUFFER = 1_000
+LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
+HOARD_SECONDS = 0.5  # what has waited so long behind busy slots goes back to the queue
+LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty
+
+
+def wanted(concurrency: int, average_seconds: float | None, fixed: int | None) -> int:
+    """How many tasks to hold in all. A worker of long tasks holds none beyond its slots: another could run them."""
+    if fixed is not None:
+        return concurrency + fixed
+    if average_seconds is None or average_seconds > LOOK_AHEAD_SECONDS:
+        return concurrency
+    ahead = concurrency * LOOK_AHEAD_SECONDS / max(average_seconds, 1e-5)
+    return concurrency + min(int(ahead), LARGEST_BUFFER)
+
+
+class Buffer:
+    def __init__(self, concurrency: int, may_start: Callable[[], bool]) -> None:
+        self.concurrency = concurrency
+        self._may_start = may_start
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # by is_coroutine
+        self._careful: deque[Execution] = deque()  # those that must be marked first, or run alone
+        self._admitted: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # marked, with a slot
+        self._executing: dict[UUID, Execution] = {}
+        self._unsettled: dict[UUID, Execution] = {}
+        self._claims: dict[int, set[UUID]] = {}
+        self._is_open = True
+        self._idle_threads = 0
+        self._average_seconds: float | None = None
+        self._refill_at = 0
+        self._last_take = time.monotonic()
+        # There is something to take, for threads (False) or coroutines (True).
+        self.on_work: dict[bool, Callable[[], None]] = {False: lambda: None, True: lambda: None}
+        self.on_free: Callable[[], None] = lambda: None  # a careful one may be able to start
+
+    # --- the claimer's side ---
+
+    def room(self, fixed: int | None) -> int:
+        """How many more to claim. Not before half of what is held ahead is used up: claims are cheaper in batches."""
+        with self._lock:
+            if not self._is_open or self._suspect_is_next():
+                return 0
+            most = wanted(self.concurrency, self._average_seconds, fixed)
+            self._refill_at = (most - self.concurrency) // 2
+            held = len(self._executing) + self._waiting_count()
+            return max(most - held, 0) if self._is_short() else 0
+
+    def add(self, executions: Iterable[Execution]) -> list[Execution]:
+        """Those that came too late, because the worker stops, are handed back."""
+        kinds = set()
+        with self._lock:
+            for each in executions:
+                self._unsettled[each.id] = each
+                self._claims.setdefault(each.claimed.claim_id, set()).add(each.id)
+                if each.needs_mark:
+                    self._careful.append(each)
+                else:
+                    self._waiting[each.is_coroutine].append(each)
+                    kinds.add(each.is_coroutine)
+            self._last_take = time.monotonic()
+            late = [] if self._is_open else self._pop_waiting()
+            if False in kinds:
+                self._changed.notify_all()
+        for is_coroutine in kinds:
+            self.on_work[is_coroutine]()
+        return late
+
+    def next_careful(self) -> Execution | None:
+        """The next one that has to be marked before it starts, if it may start now. Its slot is taken from here on."""
+        with self._lock:
+            if not self._careful or not self._is_open or not self._may_start():
+                return None
+            limit = 1 if self._careful[0].task.suspect else self.concurrency
+            if len(self._executing) >= limit or self._suspect_executes():
+                return None
+            first = self._careful.popleft()
+            self._executing[first.id] = first
+            return first
+
+    def admit(self, execution: Execution) -> None:
+        """It is marked: the next free runner takes it, in the slot that it has."""
+        with self._lock:
+            self._admitted[execution.is_coroutine].append(execution)
+            self._changed.notify_all()
+        self.on_work[execution.is_coroutine]()
+
+    def hoarded(self) -> list[Execution]:
+        """What should go back: it waits behind slots that do not get free, or behind a task that wants to be alone."""
+        with self._lock:
+            if time.monotonic() - self._last_take < HOARD_SECONDS or not self._waiting_count():
+                return []
+            if self._suspect_is_next():
+                impatient = time.monotonic() - self._last_take > LONE_PATIENCE_SECONDS
+                return self._pop_waiting() if impatient else []
+            if len(self._executing) < self.concurrency:
+                return []
+            self._average_seconds = max(self._average_seconds or 0.0, HOARD_SECONDS)
+            return self._pop_waiting()
+
+    # --- the runners' side ---
+
+    def take(self, *, is_coroutine: bool) -> Execution | None:
+        with self._lock:
+            return self._take(is_coroutine)
+
+    def wait_and_take(self) -> Execution | None:
+        """For threads. None: the buffer is closed."""
+        with self._lock:
+            self._idle_threads += 1
+            try:
+                while self._is_open:
+                    execution = self._take(is_coroutine=False)
+                    if execution is not None:
+                        return execution
+                    self._changed.wait()
+            finally:
+                self._idle_threads -= 1
+            return None
+
+    def threads_wanted(self, threads: int) -> int:
+        """How many more threads to start, so that nothing waits that could run."""
+        with self._lock:
+            runnable = len(self._waiting[False]) + len(self._admitted[False])
+            missing = min(runnable, self.concurrency) - self._idle_threads
+            return max(min(missing, self.concurrency - threads), 0)
+
+    def done(self, execution: Execution, seconds: float) -> None:
+        """It has ended; it is held until that is committed."""
+        with self._lock:
+            self._executing.pop(execution.id, None)
+            average = self._average_seconds
+            self._average_seconds = seconds if average is None else average + (seconds - average) * 0.05
+            is_short = bool(self._careful) or self._is_short()
+            pokes_loop = not execution.is_coroutine and bool(self._waiting[True])
+            self._changed.notify()
+        if is_short:
+            self.on_free()
+        if pokes_loop:
+            self.on_work[True]()
+
+    def dropped(self, execution: Execution) -> None:
+        """It will not begin."""
+        with self._lock:
+            self._executing.pop(execution.id, None)
+
+    # --- for everybody ---
+
+    def executing(self) -> list[Execution]:
+        with self._lock:
+            return list(self._executing.values())
+
+    def held(self) -> list[Execution]:
+        with self._lock:
+            return list(self._unsettled.values())
+
+    def claims_ended_by(self, ids: set[UUID]) -> list[int]:
+        """The claims of which nothing is left once these are settled."""
+        with self._lock:
+            touched = {self._unsettled[id_].claimed.claim_id for id_ in ids if id_ in self._unsettled}
+            return [claim for claim in touched if self._claims[claim] <= ids]
+
+    def settled(self, ids: Iterable[UUID]) -> None:
+        """Committed, or lost: no longer ours."""
+        with self._lock:
+            for id_ in ids:
+                execution = self._unsettled.pop(id_, None)
+                if execution is not None:
+                    rest = self._claims[execution.claimed.claim_id]
+                    rest.discard(id_)
+                    if not rest:
+                        del self._claims[execution.claimed.claim_id]
+
+    def remove_waiting(self, ids: set[UUID]) -> list[Execution]:
+        """Those of them that have not started."""
+        with self._lock:
+            return self._pop([each for each in self._all_waiting() if each.id in ids])
+
+    def close(self) -> list[Execution]:
+        """Nothing starts from now on. What had not started is handed back."""
+        with self._lock:
+            self._is_open = False
+            self._changed.notify_all()
+            return self._pop_waiting()
+
+    def poke(self) -> None:
+        """What kept tasks from starting may be over."""
+        with self._lock:
+            self._changed.notify_all()
+        self.on_work[True]()
+
+    def has_careful(self) -> bool:
+        with self._lock:
+            return bool(self._careful)
+
+    def is_idle(self) -> bool:
+        with self._lock:
+            return not self._unsettled
+
+    def _take(self, is_coroutine: bool) -> Execution | None:
+        if not self._is_open or not self._may_start():
+            return None
+        if self._admitted[is_coroutine]:
+            return self._admitted[is_coroutine].popleft()
+        lane = self._waiting[is_coroutine]
+        if not lane or len(self._executing) >= self.concurrency or self._suspect_executes() or self._suspect_is_next():
+            return None
+        execution = lane.popleft()
+        self._executing[execution.id] = execution
+        self._last_take = time.monotonic()
+        return execution
+
+    def _suspect_executes(self) -> bool:
+        return len(self._executing) == 1 and next(iter(self._executing.values())).task.suspect
+
+    def _is_short(self) -> bool:
+        """Half of what is held ahead is used up, or a slot has nothing to run."""
+        waiting = self._waiting_count()
+        return waiting <= self._refill_at or waiting < self.concurrency - len(self._executing)
+
+    def _suspect_is_next(self) -> bool:
+        return bool(self._careful) and self._careful[0].task.suspect
+
+    def _waiting_count(self) -> int:
+        return len(self._waiting[False]) + len(self._waiting[True]) + len(self._careful)
+
+    def _all_waiting(self) -> list[Execution]:
+        return [each for lane in self._lanes() for each in lane]
+
+    def _lanes(self) -> list[deque[Execution]]:
+        return [*self._admitted.values(), *self._waiting.values(), self._careful]
+
+    def _pop_waiting(self) -> list[Execution]:
+        return self._pop(self._all_waiting())
+
+    def _pop(self, executions: list[Execution]) -> list[Execution]:
+        for each in executions:
+            self._executing.pop(each.id, None)  # one that was admitted had a slot
+            next(lane for lane in self._lanes() if each in lane).remove(each)
+        return executions

@@ -1,0 +1,234 @@
+"""Takes tasks from the queues into the buffer, promotes what has become due, and gives back what it cannot run soon.
+
+Wakes by a ring, by a slot that gets free, when the next task is due, and by the poll. After a lost connection it first
+compares what it holds with what the database says it holds: an answer may have been lost, or the tasks themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from tasklib.log import log
+from tasklib.outcomes import Interrupted, StopInterrupt
+from tasklib.worker.buffer import HOARD_SECONDS
+from tasklib.worker.execution import Execution
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from uuid import UUID
+
+    from tasklib.duties.promoter import Promoter
+    from tasklib.outcomes import Outcome
+    from tasklib.registry import Registry
+    from tasklib.statements import ClaimedTask, WorkerStatements
+    from tasklib.worker.buffer import Buffer
+    from tasklib.worker.clock import DatabaseClock
+    from tasklib.worker.finisher import Finisher
+    from tasklib.worker.lease import Lease
+    from tasklib.worker.session import Session
+
+PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
+NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
+CLAIM_LIMIT = 1_000
+
+
+class Menu:
+    """What this worker serves: queues (None: all) and task functions (None: all that are registered)."""
+
+    def __init__(self, registry: Registry, queues: Sequence[str] | None, names: Iterable[str] | None) -> None:
+        self._registry = registry
+        self.queues = None if queues is None else list(dict.fromkeys(queues))
+        self._names = None if names is None else sorted(set(names))
+        self._found: list[str] = []
+
+    def names(self) -> list[str]:
+        return self._names if self._names is not None else sorted(each.name for each in self._registry)
+
+    def likely_queues(self) -> list[str]:
+        """The given ones; else those of the functions, and those in which something was found."""
+        if self.queues is not None:
+            return self.queues
+        own = (each.task_options.queue for each in self._registry if each.name in self.names())
+        return list(dict.fromkeys([*own, *self._found]))
+
+    def found(self, queues: Iterable[str]) -> list[str]:
+        """Those that were not thought of. Only the last few are kept in mind: their number is the users' to choose."""
+        new = [queue for queue in queues if queue not in self.likely_queues()]
+        self._found = (new + self._found)[:10]
+        return new
+
+    def execution(self, claimed: ClaimedTask) -> Execution:
+        name = claimed.held.name
+        function = self._registry.get(name) if name in self._registry else None
+        is_coroutine = function is not None and inspect.iscoroutinefunction(function.function)
+        return Execution(claimed, function, is_coroutine=is_coroutine)
+
+
+class Claimer:
+    def __init__(
+        self,
+        session: Session,
+        statements: WorkerStatements,
+        *,
+        buffer: Buffer,
+        lease: Lease,
+        clock: DatabaseClock,
+        finisher: Finisher,
+        promoter: Promoter,
+        menu: Menu,
+        poll_seconds: float,
+        buffer_size: int | None,
+        report: Callable[[Execution, Outcome], None],
+    ) -> None:
+        self._session = session
+        self._statements = statements
+        self._buffer = buffer
+        self._lease = lease
+        self._clock = clock
+        self._finisher = finisher
+        self._promoter = promoter
+        self._menu = menu
+        self._poll_seconds = poll_seconds
+        self._buffer_size = buffer_size
+        self._report = report
+        self._is_checked = False
+        self._may_have_more = True
+        self._turn = 0
+        self._promote_at = 0.0
+        self._no_suspects_until = 0.0
+        self.is_open = True
+        self.is_drained = False  # the last look found nothing to claim and nothing due
+
+    def ring(self) -> None:
+        """Somebody says that there is work. A hint, never the truth."""
+        self._may_have_more = True
+
+    def expects_more(self) -> bool:
+        return self._may_have_more
+
+    def distrust(self) -> None:
+        """What is held has to be compared with the database before anything starts."""
+        self._is_checked = False
+
+    def may_start(self) -> bool:
+        return self._is_checked and self._lease.is_valid()
+
+    def run_once(self) -> float | None:
+        if not self._lease.is_valid():
+            return self._poll_seconds  # whoever regains it wakes us
+        if not self._is_checked:
+            self._compare_with_database()
+        self._give_back_hoarded()
+        self._start_careful()
+        if time.monotonic() >= self._promote_at and self._has_room():
+            self._promote()
+        is_short = self._fill()
+        if is_short and self._promote():
+            return 0.0
+        return self._pause(is_short=is_short)
+
+    def _pause(self, *, is_short: bool) -> float:
+        if not is_short:
+            return HOARD_SECONDS  # no room: a free slot wakes us; a slot that does not get free shows by then
+        return max(min(self._poll_seconds, self._promote_at - time.monotonic()), 0.0)
+
+    def _fill(self) -> bool:
+        """True: there was room left when the queues had no more."""
+        while self.is_open and (room := min(self._buffer.room(self._buffer_size), CLAIM_LIMIT)) > 0:
+            self._may_have_more = False
+            claimed = self._claim_from(self._menu.likely_queues(), room)
+            if claimed < room and self._menu.queues is None:
+                found = self._menu.found(self._session.run(self._statements.ready_queues()))
+                claimed += self._claim_from(found, room - claimed)
+            self.is_drained = claimed == 0
+            if claimed < room:
+                return True
+            self._may_have_more = True
+        return False
+
+    def _claim_from(self, queues: Sequence[str], room: int) -> int:
+        """Another queue first each time: a full one must not keep the others waiting."""
+        self._turn += 1
+        first = self._turn % max(len(queues), 1)
+        claimed = 0
+        for queue in [*queues[first:], *queues[:first]]:
+            if claimed < room:
+                claimed += self._claim(queue, room - claimed)
+        return claimed
+
+    def _claim(self, queue: str, room: int) -> int:
+        takes_suspects = time.monotonic() > self._no_suspects_until
+        names = self._menu.names()
+        statement = self._statements.claim(self._lease.worker_id, queue, names, room, suspects=takes_suspects)
+        try:
+            tasks = self._session.run(statement)
+        except psycopg.Error:
+            self._is_checked = False  # it may have been done all the same
+            raise
+        if tasks:
+            self._clock.set(tasks[0].claimed_by_clock)
+            self._add(tasks)
+        return len(tasks)
+
+    def _add(self, tasks: Sequence[ClaimedTask]) -> None:
+        for late in self._buffer.add([self._menu.execution(task) for task in tasks]):
+            self._report(late, Interrupted(began=late.is_marked))
+        self._start_careful()
+
+    def _has_room(self) -> bool:
+        return self.is_open and self._buffer.room(self._buffer_size) > 0
+
+    def _promote(self) -> bool:
+        promotion = self._promoter.promote()
+        next_due = promotion.next_due_seconds
+        wait = PROMOTE_EVERY_SECONDS if promotion.promoted else self._poll_seconds
+        self._promote_at = time.monotonic() + (wait if next_due is None else min(max(next_due, 0.0), wait))
+        return promotion.promoted > 0
+
+    def _start_careful(self) -> None:
+        while (execution := self._buffer.next_careful()) is not None:
+            execution.started_at = self._clock.now()
+            try:
+                is_ours = bool(self._finisher.mark([execution], self._session))
+            except psycopg.Error:
+                self._is_checked = False
+                self._report(execution, Interrupted(began=True))  # it may be marked: then it counts as begun
+                raise
+            if is_ours:
+                self._buffer.admit(execution)
+            else:
+                self._buffer.done(execution, 0.0)
+                self._buffer.settled([execution.id])
+
+    def _give_back_hoarded(self) -> None:
+        hoarded = self._buffer.hoarded()
+        if any(each.task.suspect for each in hoarded):
+            self._no_suspects_until = time.monotonic() + NO_SUSPECTS_SECONDS
+        for each in hoarded:
+            self._report(each, Interrupted(began=each.is_marked))
+
+    def _compare_with_database(self) -> None:
+        rows = self._session.run(self._statements.held(self._lease.worker_id))
+        theirs = {task_id: token for _, task_id, token, _ in rows}
+        held = {each.id: each for each in self._buffer.held()}
+        lost = [each for each in held.values() if theirs.get(each.id) != each.task.fencing_token]
+        waiting = self._buffer.remove_waiting({each.id for each in lost})
+        self._buffer.settled([each.id for each in waiting])
+        executing = {each.id for each in self._buffer.executing()}
+        for each in lost:
+            log.warning("lease.lost", task=each.task.name, task_id=each.id, token=each.task.fencing_token)
+            if each.id in executing:
+                each.interrupt(StopInterrupt)
+        self._give_back_unknown([(claim, task_id, token) for claim, task_id, token, _ in rows if task_id not in held])
+        self._is_checked = True
+        self._buffer.poke()
+
+    def _give_back_unknown(self, unknown: Sequence[tuple[int, UUID, int]]) -> None:
+        """Claims whose answer was lost on its way."""
+        if unknown:
+            log.warning("claim.recovered", tasks=len(unknown))
+            self._session.run(self._statements.release(self._lease.worker_id, unknown, self._clock.now()))

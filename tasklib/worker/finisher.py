@@ -1,0 +1,167 @@
+"""Writes what executions came to, in batches, and marks long runners.
+
+Outcomes are kept in memory until the database has them: an outage costs time, not results. What the database does not
+take belongs to another worker by now, and is dropped. One row that cannot be written does not hold up the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import psycopg
+
+from tasklib.connection import is_about_rows, is_connection_lost
+from tasklib.log import log
+from tasklib.outcomes import Problem, Settlement
+from tasklib.statements import settlement_json
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import datetime
+    from uuid import UUID
+
+    from tasklib.statements import WorkerStatements
+    from tasklib.worker.buffer import Buffer
+    from tasklib.worker.clock import DatabaseClock
+    from tasklib.worker.execution import Execution
+    from tasklib.worker.session import Session
+
+T = TypeVar("T")
+LARGEST_BATCH = 1_000
+MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An execution and what becomes of its task."""
+
+    execution: Execution
+    settlement: Settlement
+    finished_at: datetime
+
+    def to_json(self) -> str:
+        execution = self.execution
+        return settlement_json(
+            execution.task, self.settlement, started_at=execution.started_at, finished_at=self.finished_at
+        )
+
+
+class Finisher:
+    def __init__(self, session: Session, statements: WorkerStatements, buffer: Buffer, clock: DatabaseClock) -> None:
+        self._session = session
+        self._statements = statements
+        self._buffer = buffer
+        self._clock = clock
+        self._ended: deque[Ended] = deque()
+        self._is_resending = False
+        self.is_resting = False  # until it is woken: who starts a task has to
+        self.on_settled: Callable[[], None] = lambda: None
+
+    def add(self, execution: Execution, settlement: Settlement) -> None:
+        self._ended.append(Ended(execution, settlement, self._clock.now()))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._ended
+
+    def run_once(self) -> float | None:
+        self.is_resting = False
+        while self._ended:
+            self._flush()
+        self._mark_long_runners()
+        return self._next_mark()
+
+    def mark(self, executions: Sequence[Execution], session: Session) -> list[Execution]:
+        """Those that are `running` in the database from now on; the others are somebody else's."""
+        marked = set()
+        for worker_id, own in _by_worker(executions, lambda each: each.task.worker_id).items():
+            started = [(each.id, each.task.fencing_token, each.started_at or self._clock.now()) for each in own]
+            marked |= set(session.run(self._statements.start(worker_id, started)))
+        for each in executions:
+            each.is_marked = each.id in marked
+        return [each for each in executions if each.is_marked]
+
+    def _flush(self) -> None:
+        """A batch leaves the memory only when it is committed."""
+        batch = [self._ended[at] for at in range(min(len(self._ended), LARGEST_BATCH))]
+        for worker_id, own in _by_worker(batch, lambda each: each.execution.task.worker_id).items():
+            self._settle(worker_id, own)
+        for _ in batch:
+            self._ended.popleft()
+        self._is_resending = False
+        self.on_settled()
+
+    def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
+        ids = {each.execution.id for each in batch}
+        claims = self._buffer.claims_ended_by(ids)
+        statement = self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
+        try:
+            settled = set(self._session.run(statement))
+        except psycopg.Error as error:
+            if not is_about_rows(error):
+                self._is_resending = is_connection_lost(error)
+                raise
+            self._settle_apart(worker_id, batch, error)
+            return
+        self._tell_lost(batch, settled)
+        self._buffer.settled(ids)
+
+    def _settle_apart(self, worker_id: str, batch: Sequence[Ended], error: psycopg.Error) -> None:
+        """Something in the batch cannot be written: halve it until it is alone, then write what can be."""
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            self._settle(worker_id, batch[:middle])
+            self._settle(worker_id, batch[middle:])
+            return
+        alone = batch[0]
+        reason = error.diag.message_primary or type(error).__name__
+        log.error("finish.refused", task=alone.execution.task.name, task_id=alone.execution.id, reason=reason)
+        if alone.settlement.problem is not None and alone.settlement.problem.code == "UNSTORABLE":
+            raise error
+        unstorable = Problem("UNSTORABLE", reason, f"Unstorable: PostgreSQL refused the outcome: {reason}")
+        is_final = alone.settlement.due_at is None
+        state = State.FAILED if alone.settlement.state == State.COMPLETED or is_final else alone.settlement.state
+        settlement = Settlement(
+            state, alone.settlement.outcome and "FAILED", due_at=alone.settlement.due_at, problem=unstorable
+        )
+        self._settle(worker_id, [Ended(alone.execution, settlement, alone.finished_at)])
+
+    def _tell_lost(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
+        """After a lost connection nothing was written the second time because it was the first."""
+        if self._is_resending or len(settled) == len(batch):
+            return
+        for each in batch:
+            if each.execution.id not in settled:
+                task = each.execution.task
+                log.warning("lease.lost", task=task.name, task_id=task.id, token=task.fencing_token)
+
+    def _mark_long_runners(self) -> None:
+        now = time.monotonic()
+        long = [
+            each
+            for each in self._buffer.executing()
+            if not each.is_marked and not each.needs_mark and now - each.started >= MARK_AFTER_SECONDS
+        ]
+        if long:
+            self.mark(long, self._session)
+            for each in long:
+                each.is_marked = True  # somebody else's too: the finish will tell
+
+    def _next_mark(self) -> float | None:
+        unmarked = [each.started for each in self._buffer.executing() if not each.is_marked]
+        if not unmarked:
+            self.is_resting = True
+            return None
+        return max(min(unmarked) + MARK_AFTER_SECONDS - time.monotonic(), 0.001)
+
+
+def _by_worker(items: Sequence[T], worker_id: Callable[[T], str]) -> dict[str, list[T]]:
+    """A worker that was given up for dead goes on under a new id; what it still held has the old one."""
+    grouped: dict[str, list[T]] = {}
+    for item in items:
+        grouped.setdefault(worker_id(item), []).append(item)
+    return grouped

@@ -1,0 +1,86 @@
+"""The one loop skeleton: a thread that calls `run_once` again and again, and survives whatever that raises."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Protocol
+
+import psycopg
+
+from tasklib.connection import is_connection_lost
+from tasklib.errors import DatabaseUnavailable
+from tasklib.log import log
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class Service(Protocol):
+    def run_once(self) -> float | None:
+        """Do what there is to do; say after how many seconds to look again. None: when woken."""
+
+
+class Loop(threading.Thread):
+    """Drives one service until told to stop. A database that goes away costs pauses, nothing else."""
+
+    def __init__(self, name: str, service: Service) -> None:
+        super().__init__(name=f"tasklib-{name}", daemon=True)
+        self.service = service
+        self._role = name
+        self._woken = threading.Event()
+        self._is_stopping = False
+        self._failures = 0
+        self.beats = 0  # grows with every round: a hung loop's does not
+        self.last_round = time.monotonic()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._woken.set()
+
+    def run(self) -> None:
+        while True:
+            self._woken.clear()
+            if self._is_stopping:  # looked at after the clear: `stop` wakes what comes below
+                return
+            delay = self._round()
+            self.beats += 1
+            self.last_round = time.monotonic()
+            if delay is None or delay > 0:
+                self._woken.wait(delay)
+
+    def _round(self) -> float | None:
+        try:
+            delay = self.service.run_once()
+        except (psycopg.Error, DatabaseUnavailable) as error:
+            return self._pause_after(error)
+        except Exception:  # noqa: BLE001 - a loop that ends would look alive and do nothing
+            log.exception("loop.failed", loop=self._role)
+            return self._pause()
+        if self._failures:
+            log.info("database.back", loop=self._role, failures=self._failures)
+            self._failures = 0
+        return delay
+
+    def _pause_after(self, error: Exception) -> float:
+        is_outage = not isinstance(error, psycopg.Error) or is_connection_lost(error)
+        if self._failures == 0 or not is_outage:
+            event = "database.lost" if is_outage else "database.refused"
+            log.warning(event, loop=self._role, error=str(error).strip().partition("\n")[0])
+        return self._pause()
+
+    def _pause(self) -> float:
+        """Doubling, and never twice the same: many workers must not come back at the same moment. Wake-ups are not
+        waited for: they would make it spin.
+        """
+        self._failures += 1
+        longest = min(FIRST_PAUSE_SECONDS * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_SECONDS)
+        deadline = time.monotonic() + longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+        while not self._is_stopping and (remaining := deadline - time.monotonic()) > 0:
+            self._woken.clear()
+            self._woken.wait(remaining)
+        return 0.0

@@ -1,0 +1,59 @@
+"""Looks after what executes: stops tasks whose time is up, and all of them when the lease has run out."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from tasklib.log import log
+from tasklib.outcomes import StopInterrupt, TimeoutInterrupt
+
+if TYPE_CHECKING:
+    from tasklib.worker.buffer import Buffer
+    from tasklib.worker.execution import Execution
+    from tasklib.worker.lease import Lease
+
+
+class Watch:
+    def __init__(self, buffer: Buffer, lease: Lease, delta_seconds: float) -> None:
+        self._buffer = buffer
+        self._lease = lease
+        self._delta_seconds = delta_seconds
+        self.next_at = math.inf  # monotonic: who starts a task that ends before has to wake us
+
+    def run_once(self) -> float | None:
+        now = time.monotonic()
+        executing = self._buffer.executing()
+        if executing and now >= self._lease.valid_until:
+            self._fence(executing)
+        for each in executing:
+            self._check(each, now)
+        self.next_at = min((self._next(each, now) for each in executing), default=math.inf)
+        if executing and now < self._lease.valid_until:
+            self.next_at = min(self.next_at, self._lease.valid_until)
+        return None if math.isinf(self.next_at) else max(self.next_at - time.monotonic(), 0.001)
+
+    def _fence(self, executing: list[Execution]) -> None:
+        """Others may be given these tasks at any moment: they must stop. What had ended is kept, with its token."""
+        told = [each for each in executing if each.interrupt_kind is None]
+        for each in told:
+            each.interrupt(StopInterrupt)
+        if told:
+            log.error("lease.expired", worker_id=self._lease.worker_id, told_to_stop=len(told))
+
+    def _check(self, execution: Execution, now: float) -> None:
+        if now >= execution.deadline:
+            execution.interrupt(TimeoutInterrupt)
+        if now >= execution.deadline + self._delta_seconds and not execution.is_reported_stuck:
+            execution.is_reported_stuck = True
+            log.error(
+                "task.stuck", task=execution.task.name, task_id=execution.id, seconds=round(now - execution.started, 1),
+                consequence="it does not stop; it keeps its slot and its lease until it does, or its process dies",
+            )  # fmt: skip
+
+    def _next(self, execution: Execution, now: float) -> float:
+        for moment in (execution.deadline, execution.deadline + self._delta_seconds):
+            if moment > now:
+                return moment
+        return math.inf
