@@ -52,7 +52,7 @@ def migrated_url(new_database: NewDatabase) -> str:
 def database_url(migrated_url: str) -> str:
     """A migrated database with no tasks in it."""
     with psycopg.connect(migrated_url, autocommit=True) as conn:
-        conn.execute("delete from tasklib.tasks")
+        conn.execute("delete from tasklib.tasks; delete from tasklib.claims; delete from tasklib.workers")
     return migrated_url
 
 

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tasklib.config import Config
@@ -109,19 +109,19 @@ class TaskWorker:
     # --- how it runs ---
 
     def _run_until_stopped(self) -> None:
-        with self._started() as crew:
+        with self._started(self._options) as crew:
             crew.stop_asked.wait()
 
     def _run_until_empty(self) -> None:
-        with self._started() as crew:
+        with self._started(replace(self._options, listen=False)) as crew:  # it looks by itself
             crew.wait_until_empty()
 
     @contextlib.contextmanager
-    def _started(self) -> Iterator[_Crew]:
+    def _started(self, options: _Options) -> Iterator[_Crew]:
         if not self._running.acquire(blocking=False):
             raise InvalidOptions("this TaskWorker is running already: make another one")
         try:
-            crew = self._crew = _Crew(self._config, self._menu, self._options, self._stop_asked)
+            crew = self._crew = _Crew(self._config, self._menu, options, self._stop_asked)
             if crew.start():
                 try:
                     yield crew

@@ -1,0 +1,110 @@
+"""A worker for the length of a `with` block, and the parts of one for tests that force an interleaving."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from tasklib import TaskWorker
+from tasklib.duties.reaper import Reaper
+from tasklib.outcomes import Completed, Rules, decide
+from tasklib.statements import WorkerDescription, WorkerStatements, settlement_json
+from tasklib.worker.session import Session
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from uuid import UUID
+
+    import tasklib
+    from tasklib.outcomes import Outcome
+    from tasklib.statements import ClaimedTask
+
+
+@contextlib.contextmanager
+def running(config: tasklib.Config, **options: Any) -> Iterator[TaskWorker]:
+    """In a thread of its own; stopped and waited for at the end, whose errors are raised here."""
+    worker = TaskWorker(config, **{"poll_interval_seconds": 0.1, "grace_seconds": 10, **options})
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker.run_sync()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: bool(raised) or is_listening(worker), "the worker to start")
+        yield worker
+    finally:
+        worker.stop()
+        thread.join(60)
+        assert not thread.is_alive(), "the worker did not stop"
+        if raised:
+            raise raised[0]
+
+
+def is_listening(worker: TaskWorker) -> bool:
+    """Registered, and, where it listens, heard."""
+    crew = worker._crew
+    if crew is None or not crew.lease.is_valid():
+        return False
+    return "listen" not in crew.loops or crew.loops["listen"].service.is_heard  # type: ignore[attr-defined]
+
+
+def wait_final(client: tasklib.Client, task_id: UUID, *, seconds: float = 20.0) -> tasklib.Task:
+    """The task, once nothing more will happen to it."""
+
+    def look() -> tasklib.Task:
+        task = client.get_task(task_id)
+        assert task is not None
+        return task
+
+    wait_until(lambda: look().completed_at is not None, f"task {task_id} to be final", seconds=seconds)
+    return look()
+
+
+def grown_up_reaper(config: tasklib.Config, session: Session) -> Reaper:
+    """Its connection has lasted for a lease: before that it would not act."""
+    session.connection()
+    wait_until(lambda: session.age_seconds > config.lease_seconds, "one lease")
+    return Reaper(config, session, WorkerStatements(config))
+
+
+class ManualWorker:
+    """A worker whose every step the test takes: register, claim, start, finish. Its lease is a row like any other."""
+
+    def __init__(self, config: tasklib.Config, name: str, *, lives: bool = True) -> None:
+        self.statements = WorkerStatements(config)
+        self.session = Session(config, name)
+        self.id = f"{name}-{time.monotonic_ns()}"
+        if lives:
+            self.session.run(
+                self.statements.register(WorkerDescription(self.id, name, "host", 1, "MainProcess", None, [], 1))
+            )
+
+    def claim(self, *names: str, queue: str = "default", limit: int = 10, suspects: bool = True) -> list[ClaimedTask]:
+        return self.session.run(self.statements.claim(self.id, queue, names, limit, suspects=suspects))
+
+    def start(self, *claimed: ClaimedTask) -> list[UUID]:
+        started = [(each.held.id, each.held.fencing_token, datetime.now(UTC)) for each in claimed]
+        return self.session.run(self.statements.start(self.id, started))
+
+    def finish(self, claimed: ClaimedTask, outcome: Outcome | None = None, rules: Rules | None = None) -> bool:
+        """False: the task was not this worker's any more."""
+        now = datetime.now(UTC)
+        outcome = Completed('{"value": 1}') if outcome is None else outcome
+        settlement = decide(claimed.held, outcome, now, rules or Rules())
+        json = settlement_json(claimed.held, settlement, started_at=now - timedelta(milliseconds=1), finished_at=now)
+        return bool(self.session.run(self.statements.settle(self.id, [json], [claimed.claim_id])))
+
+    def renew(self) -> bool:
+        return self.session.run(self.statements.renew(self.id, [], stopping=False)) is not None
+
+    def close(self) -> None:
+        self.session.close()
