@@ -2,10 +2,11 @@
 """The developer's one command. Standard library only: it runs on a machine that has Python 3.11 and pip.
 
 python3 dev.py test       lint, types, and the whole suite on PostgreSQL 18 (its own) and 15 (if installed)
-python3 dev.py demo       a PostgreSQL of its own, sample tasks, and what became of them
+python3 dev.py demo       a PostgreSQL of its own, sample tasks, a worker, and what happens to each, live
 python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
 python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
+python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py bench      how fast submits are, beside bare INSERT and COPY (--help for choices)
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py setup      make .venv and install everything into it
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
         "demo": lambda options: run_in_venv("examples/demo.py", *options),
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
+        "soak": lambda options: run_in_venv("tests/campaigns/soak.py", *options),
         "bench": lambda options: run_in_venv("bench/submit.py", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }

@@ -276,8 +276,11 @@ def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
 
 
 def _chance(task: HeldTask) -> float:
-    """From the random end of the id and the count of retries: another for each, and no dice in a pure function."""
-    return ((task.id.int & 0xFFFFFFFF) * 0x9E3779B1 + (task.retry_count + 1) * 0x85EBCA6B) % 2**32 / 2**32
+    """From the id and the count of retries: another for each, and no dice in a pure function. All bits of the id are
+    mixed, since those of one batch differ in a few.
+    """
+    mixed = (task.id.int + task.retry_count + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128
+    return (mixed >> 64) / 2**64
 
 
 def _checked_delay(value: float | timedelta) -> float:

@@ -1,0 +1,307 @@
+"""A database that goes away, comes back as another process, or is cut off in mid-statement: nothing exits, nothing is
+lost, and a worker that may be thought dead starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+import tasklib
+from tasklib import embedded
+from tests.proxy import CuttingProxy
+from tests.waiting import wait_until
+from tests.working import running, wait_final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from uuid import UUID
+
+    from tasklib.embedded import EmbeddedPostgres
+    from tests.raw_sql import Conn
+
+
+class Server:
+    """A PostgreSQL that can be stopped and started again on the same data."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = contextlib.ExitStack()
+        self.now: EmbeddedPostgres
+        self.start()
+
+    def start(self) -> None:
+        self.now = self._stack.enter_context(embedded.postgres(self._directory / "data"))
+
+    def stop(self, mode: Any = "fast") -> None:
+        self.now.stop(mode)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def server(open_directory: Path) -> Iterator[Server]:
+    made = Server(open_directory)
+    yield made
+    made.close()
+
+
+def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
+    task = client.get_task(task_id)
+    assert task is not None
+    return task
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_an_outcome_reached_during_an_outage_is_kept(server: Server, mode: str) -> None:
+    """The task ends while the database is away: it is completed when it is back, without a second run."""
+    config = tasklib.Config(server.now.dsn)
+    began, release = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    @tasklib.task
+    def job(n: int) -> int:
+        ran.append(n)
+        began.set()
+        release.wait(30)
+        return n
+
+    with tasklib.Client(config) as client, running(config, concurrency=2, poll_interval_seconds=0.2) as worker:
+        worker_id = worker.worker_id
+        held = client.submit_many([job.new(n=n) for n in range(2)])
+        wait_until(lambda: len(ran) == 2, "both to begin")
+        server.stop(mode)
+        release.set()
+        crew = worker._crew
+        assert crew is not None
+        wait_until(lambda: not crew.buffer.executing() and not crew.finisher.is_empty, "both to end")
+        server.start()
+        later = client.submit(job.new(n=7))
+        for task_id in [*held, later]:
+            assert wait_final(client, task_id).state == "completed"
+        assert worker.worker_id == worker_id
+        assert all(loop.is_alive() for loop in crew.loops.values())
+    assert sorted(ran) == [0, 1, 7]
+
+
+def test_an_outage_costs_no_cpu_and_ends_soon(server: Server) -> None:
+    """While the database is down a worker waits; within five seconds of its return the first task runs."""
+    config = tasklib.Config(server.now.dsn)
+    ran = threading.Event()
+    tasklib.task(name="job")(ran.set)
+    with tasklib.Client(config) as client, running(config):
+        server.stop()
+        used = time.process_time()
+        end = time.monotonic() + 4
+        wait_until(lambda: time.monotonic() > end, "the outage to last")
+        used = time.process_time() - used
+        server.start()
+        back = time.monotonic()
+        client.submit_task("job")
+        assert ran.wait(10)
+        assert time.monotonic() - back < 5
+    assert used < 0.4  # a tenth of a core, of which half is this test's own looking
+
+
+def test_a_worker_waits_for_a_database_that_is_not_there_yet(server: Server) -> None:
+    """Started before its database: no exit, no error; and it can be stopped meanwhile."""
+    config = tasklib.Config(server.now.dsn)
+    ran = threading.Event()
+    tasklib.task(name="job")(ran.set)
+    with tasklib.Client(config) as client:
+        client.submit_task("job")
+        server.stop()
+        worker = tasklib.TaskWorker(config)
+        thread = threading.Thread(target=worker.run_sync)
+        thread.start()
+        wait_until(lambda: worker._crew is not None, "the start")
+        server.start()
+        assert ran.wait(20)
+        worker.stop()
+        thread.join(20)
+        server.stop()
+        again = threading.Thread(target=worker.run_sync)
+        again.start()
+        wait_until(worker._running.locked, "the second start")
+        worker.stop()
+        again.join(20)
+        assert not thread.is_alive()
+        assert not again.is_alive()
+
+
+def test_a_worker_that_cannot_renew_starts_nothing_and_stops_what_runs(
+    migrated_url: str, database_url: str, client: tasklib.Client, conn: Conn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only its lease connection hangs. When its lease is over it has told its tasks to stop and takes no more, and
+    another worker has them.
+    """
+    config = tasklib.Config(database_url, lease_seconds=1)
+    stopped: list[str] = []
+    began = threading.Event()
+
+    @tasklib.task
+    def forever() -> None:
+        began.set()
+        try:
+            while True:
+                time.sleep(0.005)
+        except BaseException as error:
+            stopped.append(type(error).__name__)
+            raise
+
+    with caplog.at_level(logging.WARNING, "tasklib"), running(config) as worker:
+        task_id = client.submit_task(forever)
+        assert began.wait(20)
+        wait_until(lambda: get(client, task_id).state == "running", "running")
+        first_id = worker.worker_id
+        with psycopg.connect(database_url) as blocker:
+            # A lock that renewals wait for, and nothing else does.
+            blocker.execute("select 1 from tasklib.workers where worker_id = %s for update", [first_id])
+            wait_until(lambda: bool(stopped), "the task to be told to stop")
+            crew = worker._crew
+            assert crew is not None
+            assert not crew.claimer.may_start()
+            assert get(client, task_id).worker_id in {first_id, None}
+        assert stopped == ["StopInterrupt"]
+        wait_until(lambda: "lease.expired" in caplog.text, "the error")
+        client.cancel_task(task_id)
+
+
+def test_a_worker_that_was_given_up_for_dead_starts_anew(
+    database_url: str, client: tasklib.Client, conn: Conn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a new id; its late outcome changes nothing, and it goes on working."""
+    config = tasklib.Config(database_url, lease_seconds=1)
+    began, release = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    @tasklib.task
+    def job(n: int) -> int:
+        ran.append(n)
+        began.set()
+        while not release.is_set():
+            with contextlib.suppress(tasklib.StopInterrupt):  # it will not stop
+                release.wait(0.01)
+        return n
+
+    with caplog.at_level(logging.WARNING, "tasklib"), running(config) as worker:
+        task_id = client.submit_task(job, n=1)
+        assert began.wait(20)
+        wait_until(lambda: get(client, task_id).state == "running", "running")
+        first_id = worker.worker_id
+        conn.execute("update tasklib.workers set died_at = clock_timestamp() where worker_id = %s", [first_id])
+        wait_until(lambda: worker.worker_id != first_id, "a new id")
+        wait_until(lambda: get(client, task_id).state == "pending", "the reaper")
+        release.set()
+        wait_until(lambda: "lease.lost" in caplog.text, "the stale outcome to be dropped")
+        task = wait_final(client, task_id)
+    assert ran == [1, 1]
+    assert (task.state, task.attempt, task.crash_count) == ("completed", 2, 1)
+
+
+def test_connections_cut_in_mid_statement(
+    database_url: str, client: tasklib.Client, conn: Conn, open_directory: Path
+) -> None:
+    """Answers are lost again and again, of claims, finishes, renewals and rings alike: each task completes once."""
+    ran: list[int] = []
+    job = tasklib.task(name="job")(lambda n: ran.append(n))  # noqa: PLW0108 - its parameter has a name
+    with CuttingProxy(database_url, open_directory) as proxy:
+        config = tasklib.Config(proxy.url)
+        with running(config, concurrency=2):
+            for round_ in range(10):
+                ids = client.submit_many([job.new(n=10 * round_ + n) for n in range(10)])
+                proxy.cut()
+                for task_id in ids:
+                    assert wait_final(client, task_id, seconds=40).state == "completed"
+        assert proxy.cuts >= 5
+    assert sorted(set(ran)) == list(range(100))
+    rows = conn.execute(
+        "select task_id from tasklib.task_attempts where outcome = 'COMPLETED' group by 1 having count(*) <> 1"
+    ).fetchall()
+    assert rows == []
+    assert conn.execute("select count(*) from tasklib.claims").fetchone() == (0,)
+
+
+def test_locks_are_extended_while_a_task_runs(client: tasklib.Client, conn: Conn, database_url: str) -> None:
+    """A healthy long task is never reaped, though it runs for several times its lock."""
+    config = tasklib.Config(database_url, lease_seconds=0.6, lock_timeout_seconds=1)
+    release = threading.Event()
+    ran: list[int] = []
+
+    @tasklib.task
+    def long() -> None:
+        ran.append(1)
+        release.wait(20)
+
+    task_id = client.submit_task(long)
+    with running(config), running(config):
+        wait_until(lambda: get(client, task_id).state == "running", "running")
+        first = get(client, task_id).locked_until
+        assert first is not None
+        wait_until(lambda: (get(client, task_id).locked_until or first) > first, "the lock to be extended")
+        seen = time.monotonic() + 2
+        wait_until(lambda: time.monotonic() > seen, "two locks to pass")
+        task = get(client, task_id)
+        assert (task.state, task.fencing_token) == ("running", 1)
+        release.set()
+        wait_final(client, task_id)
+    assert ran == [1]
+
+
+def test_someone_who_holds_a_row_does_not_stop_the_rest(
+    client: tasklib.Client, conn: Conn, database_url: str, config: tasklib.Config
+) -> None:
+    """A forgotten `select for update` on one task: others are claimed, run and finished meanwhile."""
+    job = tasklib.task(name="job")(lambda: None)
+    held, *others = client.submit_many([job.new() for _ in range(10)])
+    with psycopg.connect(database_url) as holder, running(config):
+        holder.execute("select 1 from tasklib.tasks where id = %s for update", [held])
+        for task_id in client.submit_many([job.new() for _ in range(10)]):
+            wait_final(client, task_id)
+        holder.rollback()
+        for task_id in [held, *others]:
+            wait_final(client, task_id)
+
+
+def test_the_listener_comes_back(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
+    """Its backend is ended: it listens again, and hears what was sent meanwhile, with a poll of a minute."""
+    ran: list[int] = []
+    tasklib.task(name="job")(lambda: ran.append(1))
+    with running(config, poll_interval_seconds=60):
+        for round_ in range(3):
+            conn.execute(
+                """select pg_terminate_backend(pid) from pg_stat_activity
+                    where datname = current_database() and application_name like '%:listen'"""
+            )
+            client.submit_task("job")
+            wait_until(lambda wanted=round_ + 1: len(ran) >= wanted, "the task to run", seconds=10)  # type: ignore[misc]
+
+
+def test_a_deaf_listener_is_told_of_and_polled_around(
+    client: tasklib.Client, config: tasklib.Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LISTEN succeeds and hears nothing, as behind a transaction pooler: one warning, and the poll does the work."""
+    from tasklib.worker import listener  # noqa: PLC0415
+
+    monkeypatch.setattr(listener, "CHECK_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(listener.Listener, "_hear", lambda *_: None)
+    ran = threading.Event()
+    tasklib.task(name="job")(ran.set)
+    worker = tasklib.TaskWorker(config, poll_interval_seconds=0.1)
+    thread = threading.Thread(target=worker.run_sync)
+    with caplog.at_level(logging.WARNING, "tasklib"):
+        thread.start()
+        wait_until(lambda: "listener.deaf" in caplog.text, "the warning")
+        client.submit_task("job")
+        assert ran.wait(5)
+    worker.stop()
+    thread.join(20)
+    assert not thread.is_alive()
