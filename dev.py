@@ -8,6 +8,7 @@ python3 dev.py mutants    remove guards one by one; the named test must go red (
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py bench      how fast submits are, beside bare INSERT and COPY (--help for choices)
+python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py setup      make .venv and install everything into it
 """
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "soak": lambda options: run_in_venv("tests/campaigns/soak.py", *options),
         "bench": lambda options: run_in_venv("bench/submit.py", *options),
+        "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
     if command not in commands:

@@ -112,6 +112,32 @@ def submit(
     typer.echo(_json({"id": task_id, "existed": task_id.existed}) if as_json else task_id)
 
 
+@app.command()
+def cancel(
+    task_id: str,
+    reason: Annotated[str | None, typer.Option(help="Kept with the task.")] = None,
+) -> None:
+    """Cancel a task: one that waits will not run, one that runs is asked to stop."""
+    with Client(Config.from_environment()) as client:
+        answer = client.cancel_task(task_id, reason)
+    _answer(answer, f"task {task_id} does not exist, or is final already")
+
+
+@app.command()
+def retry(task_id: str) -> None:
+    """Run a task again, now: one that is final, or that waits for its next attempt."""
+    with Client(Config.from_environment()) as client:
+        is_done = client.retry_task(task_id)
+    _answer("retried" if is_done else None, f"task {task_id} does not exist, or is waiting or running already")
+
+
+def _answer(word: str | None, otherwise: str) -> None:
+    if word is None:
+        typer.echo(f"tasklib: {otherwise}", err=True)
+        raise typer.Exit(1)
+    typer.echo(word)
+
+
 @app.command("list")
 def list_(
     state: Annotated[str | None, typer.Option(help=f"One of: {', '.join(State)}.")] = None,

@@ -74,7 +74,7 @@ def worker_connection_string(config: Config, role: str, *, settings: str = "") -
     return conninfo.make_conninfo("", **{**given, "application_name": name, "options": options})
 
 
-_INDEXES_ONLY = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off"
+_INDEXES_ONLY = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c enable_bitmapscan=off"
 
 
 def without_planner_settings(dsn: str) -> str:

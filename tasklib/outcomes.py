@@ -122,6 +122,11 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class Expired:
+    """Its `expires_at` passed while it waited in a worker's buffer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
     """Its worker's lease ran out, or its own lock passed, under it."""
 
@@ -129,7 +134,7 @@ class Crashed:
     worker_is_alive: bool = False
 
 
-Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Crashed
+Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
 
 AttemptOutcome = Literal[
     "COMPLETED", "FAILED", "WORKER_FAILURE", "TIMED_OUT", "CANCELLED", "SNOOZED", "INTERRUPTED", "LEASE_LOST"
@@ -210,7 +215,10 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
         case Cancelled(problem, began):
             return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
         case Interrupted(began):
-            return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
+            return _interrupted(task, began=began)
+        case Expired():
+            text = f"Expired: not started before {task.expires_at}"
+            return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
         case Crashed(reason, worker_is_alive):
             return _crashed(task, reason, now, rules, worker_is_alive=worker_is_alive)
     assert_never(outcome)
@@ -236,14 +244,30 @@ def _failed(
 
 def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
     """Whatever it did after it was asked to stop, short of completing."""
-    began = task.state == State.RUNNING if isinstance(outcome, Crashed) else getattr(outcome, "began", True)
+    match outcome:
+        case Crashed():
+            began = task.state == State.RUNNING
+        case Expired():
+            began = False
+        case _:
+            began = getattr(outcome, "began", True)
     problem = Problem("CANCELLED", "on request", "Cancelled: on request")
     return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
 
 
+def _interrupted(task: HeldTask, *, began: bool) -> Settlement:
+    """At no cost; but what must not run twice does not, once it has begun."""
+    if began and task.on_crash == "fail":
+        problem = Problem("INTERRUPTED", "its worker stopped", "Interrupted: its worker stopped")
+        return Settlement(State.FAILED, "INTERRUPTED", problem=problem)
+    return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
+
+
 def _crashed(task: HeldTask, reason: str, now: datetime, rules: Rules, *, worker_is_alive: bool) -> Settlement:
     """Who is guilty? What was executing is a suspect, and runs alone the next time; only a death while alone, or being
-    held past its time, is a strike. What may never have begun is not an attempt.
+    held past its time, is a strike. What may never have begun is not an attempt. It becomes a suspect at the second
+    death: a worker holds hundreds of tasks that it has not begun, and to run all of them alone would take longer than
+    the crash.
 
     A task with on_crash="fail" is marked as running before its first line: if it is not, it had not begun.
     """
@@ -255,9 +279,9 @@ def _crashed(task: HeldTask, reason: str, now: datetime, rules: Rules, *, worker
         None if task.state != State.RUNNING else "LEASE_LOST" if worker_is_alive else "WORKER_FAILURE",
         problem=Problem("WORKER_CRASHED", reason, f"WorkerCrashed: {reason}"),
         failed_reason=reason,
-        is_crash=task.state == State.RUNNING,
+        is_crash=True,
         is_strike=is_strike,
-        suspect=True,
+        suspect=task.state == State.RUNNING or task.suspect or task.crash_count > 0,
     )
     if task.on_crash == "fail":
         return replace(crash, state=State.FAILED)

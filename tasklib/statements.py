@@ -180,13 +180,11 @@ class WorkerStatements:
         parameters = (worker_id, f"[{','.join(settled)}]", list(claim_ids))
         return Statement(self._tasks["settle"], parameters, _read_column)
 
-    def release(self, worker_id: str, held: Sequence[tuple[int, UUID, int]], now: datetime) -> Statement[list[UUID]]:
-        """For claims whose answer never came: (claim, task, token). Nothing of them had begun."""
-        released = [
-            to_json({"id": id_, "token": token, "state": "pending", "began": False, "finished_at": now}).decode()
-            for _, id_, token in held
-        ]
-        return self.settle(worker_id, released, {claim for claim, _, _ in held})
+    def release(self, worker_id: str, held: Sequence[tuple[UUID, int]], now: datetime) -> Statement[list[UUID]]:
+        """For claims whose answer never came: (task, token). Nothing of them had begun."""
+        same = {"seen": "claimed", "state": "pending", "began": False, "finished_at": now}
+        released = [to_json({"id": id_, "token": token, **same}).decode() for id_, token in held]
+        return self.settle(worker_id, released)
 
     def promote(self) -> Statement[Promotion]:
         return Statement(self._tasks["promote"], (), lambda rows: Promotion(*rows[0]))

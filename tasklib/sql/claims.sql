@@ -2,11 +2,15 @@
 
 
 -- What one worker holds, as the database sees it: for a worker that lost its connection, and perhaps an answer.
+-- `offset 0` keeps the lookup by key where it is: joined, a plan from a small table went through all of the table.
 -- name: held
 select claim.id, task.id, task.fencing_token, task.cancel_asked_at is not null
 from tasklib.claims as claim
 cross join unnest(claim.task_ids) as taken (task_id)
-join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = $1::text
+cross join lateral (
+    select id, fencing_token, cancel_asked_at from tasklib.tasks
+     where tasks.id = taken.task_id and tasks.worker_id = $1::text
+    offset 0) as task
 where claim.worker_id = $1::text;
 
 
@@ -51,13 +55,11 @@ limit 100;
 -- name: abandoned_tasks
 select task.id, name, queue, state, task.worker_id, fencing_token, attempt, retry_count, max_retries, crash_count,
        strikes, suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at
-from tasklib.claims as claim
-cross join unnest(claim.task_ids) as taken (task_id)
-join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = claim.worker_id
-where claim.worker_id = $1::text and claim.id = $2::bigint
+from tasklib.tasks as task
+where task.id = any(array(select unnest(task_ids) from tasklib.claims where worker_id = $1::text and id = $2::bigint))
+  and task.worker_id = $1::text
   and (task.locked_until < clock_timestamp()
-       or exists (select from tasklib.workers as worker
-                   where worker.worker_id = claim.worker_id and worker.died_at is not null))
+       or exists (select from tasklib.workers where worker_id = $1::text and died_at is not null))
 order by task.id;
 
 
@@ -66,5 +68,4 @@ order by task.id;
 delete from tasklib.claims as claim
  where claim.worker_id = $1::text and claim.id = $2::bigint
    and not exists (
-       select from unnest(claim.task_ids) as taken (task_id)
-       join tasklib.tasks as task on task.id = taken.task_id and task.worker_id = claim.worker_id);
+       select from tasklib.tasks as task where task.id = any(claim.task_ids) and task.worker_id = claim.worker_id);

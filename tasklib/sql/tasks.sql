@@ -90,8 +90,10 @@ limit $8::integer;
 -- One queue a statement: `queue = any(...)` loses the index order. `id = any(array(...))` and not a join: joined to a
 -- CTE, the planner preferred a hash join with a scan of the whole table (5.8k tasks/s against 23k). It comes back in no
 -- order: the worker sorts. The claim itself is noted in the same statement, for the reaper and for the worker, should
--- the answer be lost. A worker that cannot be alone soon takes no suspects ($4). The inner limit is a literal: a
--- parameter counts as a tenth of the table. Rows are locked as the outer limit asks for them, not all thousand.
+-- the answer be lost. A worker that cannot be alone soon takes no suspects ($4).
+-- Without statistics the planner would rather read and sort the whole backlog (20,000 pages for a hundred tasks at a
+-- million rows, against 1,350): three guesses in a row come to a handful of rows, for which the order of the index seems
+-- not worth its while. One CASE counts as one half, and a limit from a subselect as a tenth, in every kind of plan.
 -- name: claim
 with taken as (
     update tasklib.tasks
@@ -101,12 +103,13 @@ with taken as (
      where id = any(array(
          select id from (
              select id from tasklib.tasks
-              where ready and queue = $2::text and name = any($3::text[]) and (not suspect or $4::boolean)
-                and (expires_at is null or expires_at > clock_timestamp())
+              where ready and queue = $2::text
+                and case when name = any($3::text[]) and (not suspect or $4::boolean)
+                     and (expires_at is null or expires_at > clock_timestamp()) then true else false end
               order by priority desc, created_at, id
-              limit 1000
+              limit (select $5::integer)
               for update skip locked) as next
-         limit $5::integer))
+         limit 1000))
     returning *
 ), noted as (
     insert into tasklib.claims (worker_id, locked_until, task_ids)
@@ -131,12 +134,14 @@ select queue from queues where queue is not null;
 
 
 -- Marks long runners, and what runs alone before its first line. The rest says when it started with its finish.
+-- That a token lies between 1 and the largest is always true; it makes the planner expect one row, and look each up by
+-- its key. A plan from when the table was small would go through the whole primary key instead. The same in `settle`.
 -- name: start
 update tasklib.tasks as task
    set state = 'running', started_at = given.started_at, attempt = attempt + 1
   from unnest($2::uuid[], $3::bigint[], $4::timestamptz[]) as given (id, fencing_token, started_at)
  where task.id = given.id and task.state = 'claimed' and task.worker_id = $1::text
-   and task.fencing_token = given.fencing_token
+   and task.fencing_token = given.fencing_token and given.fencing_token between 1 and 9223372036854775807
 returning task.id;
 
 
@@ -150,9 +155,10 @@ returning task.id;
 with given as (
     select *
       from jsonb_to_recordset($2::jsonb) as each (
-        id uuid, token bigint, seen text, state text, began boolean, outcome text, due_at timestamptz, scheduled_at timestamptz,
-        started_at timestamptz, finished_at timestamptz, result jsonb, error text, error_code text,
+        id uuid, token bigint, seen text, state text, began boolean, outcome text, due_at timestamptz,
+        scheduled_at timestamptz, started_at timestamptz, finished_at timestamptz, result jsonb, error text, error_code text,
         error_message text, failed_reason text, is_retry boolean, is_crash boolean, is_strike boolean, suspect boolean)
+     where token between 1 and 9223372036854775807
 ), settled as (
     update tasklib.tasks as task
        set state = given.state,
@@ -184,7 +190,7 @@ with given as (
     insert into tasklib.task_attempts (
         task_id, fencing_token, started_at, finished_at, attempt, worker_pid, will_retry, outcome, worker_id,
         worker_hostname, worker_process_name, error_code, error_message, failed_reason)
-    select settled.id, fencing_token, settled.started_at, finished_at, attempt, worker.pid,
+    select settled.id, fencing_token, coalesce(settled.started_at, finished_at), finished_at, attempt, worker.pid,
            goes_on, outcome, $1::text, worker.hostname, worker.process_name, error_code, error_message, failed_reason
       from settled left join tasklib.workers as worker on worker.worker_id = $1::text
      where began

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from uuid import UUID
 
     from tasklib.worker.execution import Execution
 
@@ -42,13 +41,15 @@ class Buffer:
         self._waiting: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # by is_coroutine
         self._careful: deque[Execution] = deque()  # those that must be marked first, or run alone
         self._admitted: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # marked, with a slot
-        self._executing: dict[UUID, Execution] = {}
-        self._unsettled: dict[UUID, Execution] = {}
-        self._claims: dict[int, set[UUID]] = {}
+        # By execution, not by task: one that goes back at once may be claimed again before its end is noted here.
+        self._executing: dict[Execution, None] = {}
+        self._unsettled: dict[Execution, None] = {}
+        self._claims: dict[int, set[Execution]] = {}
         self._is_open = True
         self._idle_threads = 0
         self._average_seconds: float | None = None
         self._refill_at = 0
+        self._is_stuck = False
         self._last_take = time.monotonic()
         # There is something to take, for threads (False) or coroutines (True).
         self.on_work: dict[bool, Callable[[], None]] = {False: lambda: None, True: lambda: None}
@@ -61,7 +62,7 @@ class Buffer:
         with self._lock:
             if not self._is_open or self._suspect_is_next():
                 return 0
-            most = wanted(self.concurrency, self._average_seconds, fixed)
+            most = self.concurrency if self._is_stuck else wanted(self.concurrency, self._average_seconds, fixed)
             self._refill_at = (most - self.concurrency) // 2
             held = len(self._executing) + self._waiting_count()
             return max(most - held, 0) if self._is_short() else 0
@@ -71,8 +72,8 @@ class Buffer:
         kinds = set()
         with self._lock:
             for each in executions:
-                self._unsettled[each.id] = each
-                self._claims.setdefault(each.claimed.claim_id, set()).add(each.id)
+                self._unsettled[each] = None
+                self._claims.setdefault(each.claimed.claim_id, set()).add(each)
                 if each.needs_mark:
                     self._careful.append(each)
                 else:
@@ -95,7 +96,8 @@ class Buffer:
             if len(self._executing) >= limit or self._suspect_executes():
                 return None
             first = self._careful.popleft()
-            self._executing[first.id] = first
+            self._executing[first] = None
+            self._last_take = time.monotonic()
             return first
 
     def admit(self, execution: Execution) -> None:
@@ -115,7 +117,7 @@ class Buffer:
                 return self._pop_waiting() if impatient else []
             if len(self._executing) < self.concurrency:
                 return []
-            self._average_seconds = max(self._average_seconds or 0.0, HOARD_SECONDS)
+            self._is_stuck = True  # until a slot gets free: what goes back must not come back at once
             return self._pop_waiting()
 
     # --- the runners' side ---
@@ -148,7 +150,8 @@ class Buffer:
     def done(self, execution: Execution, seconds: float) -> None:
         """It has ended; it is held until that is committed."""
         with self._lock:
-            self._executing.pop(execution.id, None)
+            self._executing.pop(execution, None)
+            self._is_stuck = False
             average = self._average_seconds
             self._average_seconds = seconds if average is None else average + (seconds - average) * 0.05
             is_short = bool(self._careful) or self._is_short()
@@ -162,39 +165,41 @@ class Buffer:
     def dropped(self, execution: Execution) -> None:
         """It will not begin."""
         with self._lock:
-            self._executing.pop(execution.id, None)
+            self._executing.pop(execution, None)
 
     # --- for everybody ---
 
     def executing(self) -> list[Execution]:
         with self._lock:
-            return list(self._executing.values())
+            return list(self._executing)
 
     def held(self) -> list[Execution]:
         with self._lock:
-            return list(self._unsettled.values())
+            return list(self._unsettled)
 
-    def claims_ended_by(self, ids: set[UUID]) -> list[int]:
+    def claims_ended_by(self, executions: set[Execution]) -> list[int]:
         """The claims of which nothing is left once these are settled."""
         with self._lock:
-            touched = {self._unsettled[id_].claimed.claim_id for id_ in ids if id_ in self._unsettled}
-            return [claim for claim in touched if self._claims[claim] <= ids]
+            touched = {each.claimed.claim_id for each in executions if each in self._unsettled}
+            return [claim for claim in touched if self._claims[claim] <= executions]
 
-    def settled(self, ids: Iterable[UUID]) -> None:
+    def settled(self, executions: Iterable[Execution]) -> None:
         """Committed, or lost: no longer ours."""
         with self._lock:
-            for id_ in ids:
-                execution = self._unsettled.pop(id_, None)
-                if execution is not None:
-                    rest = self._claims[execution.claimed.claim_id]
-                    rest.discard(id_)
-                    if not rest:
-                        del self._claims[execution.claimed.claim_id]
+            for each in executions:
+                if each not in self._unsettled:
+                    continue
+                del self._unsettled[each]
+                rest = self._claims[each.claimed.claim_id]
+                rest.discard(each)
+                if not rest:
+                    del self._claims[each.claimed.claim_id]
 
-    def remove_waiting(self, ids: set[UUID]) -> list[Execution]:
+    def remove_waiting(self, executions: Iterable[Execution]) -> list[Execution]:
         """Those of them that have not started."""
         with self._lock:
-            return self._pop([each for each in self._all_waiting() if each.id in ids])
+            wanted = set(executions)
+            return self._pop([each for each in self._all_waiting() if each in wanted])
 
     def close(self) -> list[Execution]:
         """Nothing starts from now on. What had not started is handed back."""
@@ -226,12 +231,12 @@ class Buffer:
         if not lane or len(self._executing) >= self.concurrency or self._suspect_executes() or self._suspect_is_next():
             return None
         execution = lane.popleft()
-        self._executing[execution.id] = execution
+        self._executing[execution] = None
         self._last_take = time.monotonic()
         return execution
 
     def _suspect_executes(self) -> bool:
-        return len(self._executing) == 1 and next(iter(self._executing.values())).task.suspect
+        return len(self._executing) == 1 and next(iter(self._executing)).task.suspect
 
     def _is_short(self) -> bool:
         """Half of what is held ahead is used up, or a slot has nothing to run."""
@@ -255,6 +260,6 @@ class Buffer:
 
     def _pop(self, executions: list[Execution]) -> list[Execution]:
         for each in executions:
-            self._executing.pop(each.id, None)  # one that was admitted had a slot
+            self._executing.pop(each, None)  # one that was admitted had a slot
             next(lane for lane in self._lanes() if each in lane).remove(each)
         return executions

@@ -7,6 +7,7 @@ compares what it holds with what the database says it holds: an answer may have 
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,11 @@ from tasklib.worker.execution import Execution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from uuid import UUID
 
     from tasklib.duties.promoter import Promoter
     from tasklib.outcomes import Outcome
     from tasklib.registry import Registry
-    from tasklib.statements import ClaimedTask, WorkerStatements
+    from tasklib.statements import ClaimedTask, Row, WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.finisher import Finisher
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
 NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
 CLAIM_LIMIT = 1_000
+LATE_COMMIT_SECONDS = 10.0  # a claim that was given up may still commit: it is looked for once more
 
 
 class Menu:
@@ -52,20 +53,26 @@ class Menu:
         """The given ones; else those of the functions, and those in which something was found."""
         if self.queues is not None:
             return self.queues
-        own = (each.task_options.queue for each in self._registry if each.name in self.names())
+        names = set(self.names())
+        own = (each.task_options.queue for each in self._registry if each.name in names)
         return list(dict.fromkeys([*own, *self._found]))
 
     def found(self, queues: Iterable[str]) -> list[str]:
         """Those that were not thought of. Only the last few are kept in mind: their number is the users' to choose."""
-        new = [queue for queue in queues if queue not in self.likely_queues()]
+        likely = self.likely_queues()
+        new = [queue for queue in queues if queue not in likely]
         self._found = (new + self._found)[:10]
         return new
 
     def execution(self, claimed: ClaimedTask) -> Execution:
         name = claimed.held.name
         function = self._registry.get(name) if name in self._registry else None
-        is_coroutine = function is not None and inspect.iscoroutinefunction(function.function)
-        return Execution(claimed, function, is_coroutine=is_coroutine)
+        return Execution(claimed, function, is_coroutine=function is not None and is_async(function.function))
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Also an object whose `__call__` is."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 class Claimer:
@@ -99,6 +106,7 @@ class Claimer:
         self._may_have_more = True
         self._turn = 0
         self._promote_at = 0.0
+        self._compare_at = math.inf
         self._no_suspects_until = 0.0
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
@@ -120,8 +128,9 @@ class Claimer:
     def run_once(self) -> float | None:
         if not self._lease.is_valid():
             return self._poll_seconds  # whoever regains it wakes us
-        if not self._is_checked:
+        if not self._is_checked or time.monotonic() >= self._compare_at:
             self._compare_with_database()
+            self._compare_at = math.inf
         self._give_back_hoarded()
         self._start_careful()
         if time.monotonic() >= self._promote_at and self._has_room():
@@ -167,7 +176,8 @@ class Claimer:
         try:
             tasks = self._session.run(statement)
         except psycopg.Error:
-            self._is_checked = False  # it may have been done all the same
+            self._is_checked = False  # it may have been done all the same, or may still be
+            self._compare_at = time.monotonic() + LATE_COMMIT_SECONDS
             raise
         if tasks:
             self._clock.set(tasks[0].claimed_by_clock)
@@ -202,7 +212,7 @@ class Claimer:
                 self._buffer.admit(execution)
             else:
                 self._buffer.done(execution, 0.0)
-                self._buffer.settled([execution.id])
+                self._buffer.settled([execution])
 
     def _give_back_hoarded(self) -> None:
         hoarded = self._buffer.hoarded()
@@ -212,23 +222,34 @@ class Claimer:
             self._report(each, Interrupted(began=each.is_marked))
 
     def _compare_with_database(self) -> None:
+        """The other way round it would go wrong: what is claimed or settled between two looks is only this thread's, or
+        final, if the database is asked first.
+        """
         rows = self._session.run(self._statements.held(self._lease.worker_id))
-        theirs = {task_id: token for _, task_id, token, _ in rows}
-        held = {each.id: each for each in self._buffer.held()}
-        lost = [each for each in held.values() if theirs.get(each.id) != each.task.fencing_token]
-        waiting = self._buffer.remove_waiting({each.id for each in lost})
-        self._buffer.settled([each.id for each in waiting])
-        executing = {each.id for each in self._buffer.executing()}
-        for each in lost:
-            log.warning("lease.lost", task=each.task.name, task_id=each.id, token=each.task.fencing_token)
-            if each.id in executing:
-                each.interrupt(StopInterrupt)
-        self._give_back_unknown([(claim, task_id, token) for claim, task_id, token, _ in rows if task_id not in held])
+        theirs = {(task_id, token) for _, task_id, token, _ in rows}
+        held = {(each.id, each.task.fencing_token): each for each in self._buffer.held()}
+        self._drop([each for key, each in held.items() if key not in theirs])
+        self._give_back_unknown([row for row in rows if (row[1], row[2]) not in held])
         self._is_checked = True
         self._buffer.poke()
 
-    def _give_back_unknown(self, unknown: Sequence[tuple[int, UUID, int]]) -> None:
-        """Claims whose answer was lost on its way."""
-        if unknown:
-            log.warning("claim.recovered", tasks=len(unknown))
-            self._session.run(self._statements.release(self._lease.worker_id, unknown, self._clock.now()))
+    def _drop(self, lost: Sequence[Execution]) -> None:
+        self._buffer.settled(self._buffer.remove_waiting(lost))
+        executing = set(self._buffer.executing())
+        for each in lost:
+            if each in executing:
+                each.interrupt(StopInterrupt)
+                log.warning("lease.lost", task=each.task.name, task_id=each.id, token=each.task.fencing_token)
+
+    def _give_back_unknown(self, unknown: Sequence[Row]) -> None:
+        """Claims whose answer was lost on its way; or what the finisher has settled since the database was asked, which
+        the guard of the release leaves alone. So a claim goes only if nothing of it is held.
+        """
+        if not unknown:
+            return
+        held = [(task_id, token) for _, task_id, token, _ in unknown]
+        released = self._session.run(self._statements.release(self._lease.worker_id, held, self._clock.now()))
+        for claim_id in {row[0] for row in unknown}:
+            self._session.run(self._statements.forget_claim(self._lease.worker_id, claim_id))
+        if released:
+            log.warning("claim.recovered", tasks=len(released))

@@ -48,6 +48,10 @@ class Execution:
         return self.task.id
 
     @property
+    def has_begun(self) -> bool:
+        return not math.isinf(self.started)
+
+    @property
     def needs_mark(self) -> bool:
         """Must be `running` in the database before its first line: whether it had begun decides its fate in a crash."""
         return (self.task.suspect or self.task.on_crash == "fail") and not self.is_marked

@@ -96,8 +96,8 @@ class Finisher:
         self.on_settled()
 
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
-        ids = {each.execution.id for each in batch}
-        claims = self._buffer.claims_ended_by(ids)
+        executions = {each.execution for each in batch}
+        claims = self._buffer.claims_ended_by(executions)
         statement = self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
         try:
             settled = set(self._session.run(statement))
@@ -108,7 +108,7 @@ class Finisher:
             self._settle_apart(worker_id, batch, error)
             return
         self._tell_lost(batch, settled)
-        self._buffer.settled(ids)
+        self._buffer.settled(executions)
 
     def _settle_apart(self, worker_id: str, batch: Sequence[Ended], error: psycopg.Error) -> None:
         """Something in the batch cannot be written: halve it until it is alone, then write what can be."""
@@ -152,11 +152,12 @@ class Finisher:
                 each.is_marked = True  # somebody else's too: the finish will tell
 
     def _next_mark(self) -> float | None:
-        unmarked = [each.started for each in self._buffer.executing() if not each.is_marked]
-        if not unmarked:
-            self.is_resting = True
+        """One that was taken and has not begun yet has no time to count from; who begins it wakes us."""
+        self.is_resting = True
+        started = [each.started for each in self._buffer.executing() if not each.is_marked and each.has_begun]
+        if not started:
             return None
-        return max(min(unmarked) + MARK_AFTER_SECONDS - time.monotonic(), 0.001)
+        return max(min(started) + MARK_AFTER_SECONDS - time.monotonic(), 0.001)
 
 
 def _by_worker(items: Sequence[T], worker_id: Callable[[T], str]) -> dict[str, list[T]]:

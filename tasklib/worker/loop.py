@@ -15,6 +15,7 @@ from tasklib.log import log
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
+LONGEST_WAIT_SECONDS = 3600.0  # more would overflow the lock's clock, and end the thread
 
 
 class Service(Protocol):
@@ -33,7 +34,6 @@ class Loop(threading.Thread):
         self._is_stopping = False
         self._failures = 0
         self.beats = 0  # grows with every round: a hung loop's does not
-        self.last_round = time.monotonic()
 
     def wake(self) -> None:
         self._woken.set()
@@ -49,9 +49,8 @@ class Loop(threading.Thread):
                 return
             delay = self._round()
             self.beats += 1
-            self.last_round = time.monotonic()
             if delay is None or delay > 0:
-                self._woken.wait(delay)
+                self._woken.wait(None if delay is None else min(delay, LONGEST_WAIT_SECONDS))
 
     def _round(self) -> float | None:
         try:

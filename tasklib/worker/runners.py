@@ -19,6 +19,7 @@ from tasklib.outcomes import (
     CancelInterrupt,
     Cancelled,
     Completed,
+    Expired,
     Fail,
     Failed,
     Interrupted,
@@ -100,7 +101,7 @@ class ThreadRunner:
     """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
 
     def __init__(
-        self, buffer: Buffer, begin: Callable[[Execution], None], report: Callable[[Execution, Outcome], None]
+        self, buffer: Buffer, begin: Callable[[Execution], bool], report: Callable[[Execution, Outcome], None]
     ) -> None:
         self._buffer = buffer
         self._begin = begin
@@ -121,15 +122,15 @@ class ThreadRunner:
             self._report(execution, self._context.copy().run(self._execute, execution, seat))
 
     def _execute(self, execution: Execution, seat: ThreadSeat) -> Outcome:
+        if not self._begin(execution):
+            return Expired()
         try:
             args, kwargs = arguments_of(execution)
         except (InvalidArguments, TaskNotRegistered) as error:
-            self._begin(execution)
             return unrunnable(error)
         assert execution.function is not None  # noqa: S101 - arguments_of has looked
         bind_log_context(execution)
         execution.inside = seat
-        self._begin(execution)
         try:
             try:
                 seat.sit_down()
@@ -147,7 +148,7 @@ class CoroutineRunner:
     """An event loop in a thread of its own. It takes from the buffer by itself, as slots get free."""
 
     def __init__(
-        self, buffer: Buffer, begin: Callable[[Execution], None], report: Callable[[Execution, Outcome], None]
+        self, buffer: Buffer, begin: Callable[[Execution], bool], report: Callable[[Execution, Outcome], None]
     ) -> None:
         self._buffer = buffer
         self._begin = begin
@@ -194,7 +195,9 @@ class CoroutineRunner:
     def _fill(self) -> None:
         self._is_filling = False
         while (execution := self._buffer.take(is_coroutine=True)) is not None:
-            self._begin(execution)
+            if not self._begin(execution):
+                self._report(execution, Expired())
+                continue
             task = self._loop.create_task(self._outcome(execution), context=self._context.copy())
             execution.inside = CoroutineSeat(self._loop, task)
             self._running[task] = execution

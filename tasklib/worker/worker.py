@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
 ABANDON_AFTER_SECONDS = 5.0  # for what ignores being told to stop
+AFTER_FAILURE_SECONDS = 2.0  # before a duty that failed is tried again
 LEASE_TIMEOUT_SHARE = 3  # a renewal that takes longer than a third of the lease is tried again
 
 
@@ -248,12 +249,17 @@ class _Crew:
 
     # --- what the parts tell each other ---
 
-    def begin(self, execution: Execution) -> None:
+    def begin(self, execution: Execution) -> bool:
+        """False: it is too late to start it."""
+        expires_at = execution.task.expires_at
+        if expires_at is not None and not execution.is_marked and self._clock.now() >= expires_at:
+            return False
         execution.begin(execution.started_at or self._clock.now())
         if self.finisher.is_resting and not execution.is_marked:
             self.loops["finish"].wake()
         if min(execution.deadline, self.lease.valid_until) < self.watch.next_at:
             self.loops["watch"].wake()
+        return True
 
     def report(self, execution: Execution, outcome: Outcome) -> None:
         """An execution has ended, or will not begin."""
@@ -296,7 +302,7 @@ class _Crew:
         if execution.task.cancel_asked_at is not None:
             return
         cancel_execution(execution, self._clock)
-        for waiting in self.buffer.remove_waiting({execution.id}):
+        for waiting in self.buffer.remove_waiting([execution]):
             self.report(waiting, Interrupted(began=waiting.is_marked))
 
     # --- coming and going ---
@@ -367,6 +373,8 @@ class _Crew:
         self._leave()
 
     def _leave(self) -> None:
+        if not self.finisher.is_empty:
+            log.error("outcomes.lost", consequence="the database was not there in time: these tasks will run again")
         if self.buffer.executing():
             self._abandon()
             return
@@ -416,6 +424,7 @@ class _Rota:
     def run_once(self) -> float | None:
         for duty, due in self._due.items():
             if time.monotonic() >= due:
+                self._due[duty] = time.monotonic() + AFTER_FAILURE_SECONDS  # one that fails does not keep the others
                 pause = duty.run_once()
                 self._due[duty] = time.monotonic() + (pause or 0.0)
         return max(min(self._due.values()) - time.monotonic(), 0.0)

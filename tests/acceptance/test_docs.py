@@ -36,7 +36,7 @@ def test_code_blocks_run(document: Path, new_database: NewDatabase, tmp_path: Pa
 def test_only_known_languages() -> None:
     """A block in another language would not be run; a typo in its name must not hide it."""
     found = {language for document in DOCUMENTS for _, language, _ in blocks(document)}
-    assert found <= {"python", "bash", "sql", "text", "json"}
+    assert found <= {"python", "bash", "sql", "text", "json", "mermaid"}
     assert all(text.count("```") % 2 == 0 for text in (document.read_text() for document in DOCUMENTS))
 
 

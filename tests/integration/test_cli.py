@@ -166,3 +166,14 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     refused = subprocess.run([sys.executable, "-c", blind], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "pip install 'tasklib-pg[cli]'" in refused.stderr
+
+
+def test_cancel_and_retry(run: Run, client: tasklib.Client) -> None:
+    """Each says what it did, or why not with exit code 1."""
+    task_id = client.submit_task("report")
+    assert run("cancel", str(task_id), "--reason", "not needed").stdout == "cancelled\n"
+    again = run("cancel", str(task_id))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "is final already" in again.stderr
+    assert run("retry", str(task_id)).stdout == "retried\n"
+    assert run("retry", str(task_id)).returncode == 1

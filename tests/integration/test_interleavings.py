@@ -522,3 +522,12 @@ def test_an_error_in_a_failure_is_kept(
     assert a.finish(again, Interrupted(began=False))
     task = get(client, task_id)
     assert (task.state, task.retry_count, task.error, task.error_code, task.attempt) == ("pending", 1, "E: m", "E", 1)
+
+
+def test_a_young_server_declares_nobody_dead(conn: Conn, config: tasklib.Config) -> None:
+    """It may just have come back, and nobody could renew while it was away."""
+    patient = ManualWorker(tasklib.Config(config.database_url, lease_seconds=3600), "patient")
+    kill(conn, patient)
+    assert patient.session.run(patient.statements.declare_dead()) == []
+    assert patient.renew() is True
+    patient.close()

@@ -286,3 +286,13 @@ def test_python_and_sql_have_the_same_defaults(conn: Conn) -> None:
     for option, default in _SQL_DEFAULTS.items():
         written = "NULL" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
         assert float(defaults[option]) == default if isinstance(default, float) else defaults[option] == written
+
+
+def test_a_task_that_waits_waits_for_something(conn: Conn) -> None:
+    """Not ready, without parents and without a time at which it is looked at, it would be lost: none can be written."""
+    conn.execute("insert into tasklib.tasks (name, scheduled_at) values ('a', now() + interval '1 h')")
+    with pytest.raises(errors.CheckViolation, match="tasks_waits_for_something"):
+        conn.execute("update tasklib.tasks set due_at = null")
+    conn.execute("insert into tasklib.tasks (name, expires_at) values ('b', now() + interval '1 h')")
+    with pytest.raises(errors.CheckViolation, match="tasks_waits_for_something"):
+        conn.execute("update tasklib.tasks set due_at = null where name = 'b'")

@@ -830,7 +830,7 @@ def test_polling_alone_is_enough(client: tasklib.Client, config: tasklib.Config)
 
 @pytest.mark.parametrize("listen", [True, False])
 def test_a_delayed_task_starts_on_time(client: tasklib.Client, config: tasklib.Config, listen: bool) -> None:
-    """An idle worker starts it within 20 ms of its time: the best of several, the machine being shared."""
+    """An idle worker starts it within 20 ms of its time, and never before. The best of several: machines are shared."""
     began: list[datetime] = []
     tick = tasklib.task(name="tick")(lambda: began.append(datetime.now(UTC)))
     late = []
@@ -840,8 +840,7 @@ def test_a_delayed_task_starts_on_time(client: tasklib.Client, config: tasklib.C
             task_id = client.submit_task(tick, scheduled_at=due)
             wait_final(client, task_id)
             late.append((began[-1] - due).total_seconds())
-    assert min(late) >= 0
-    assert sorted(late)[2] < 0.020
+    assert 0 <= min(late) < 0.020
 
 
 def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
@@ -857,8 +856,7 @@ def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: task
     with running(config, poll_interval_seconds=60):
         wait_final(client, client.submit_task(flaky))
     gaps = sorted(later - earlier - 0.3 for earlier, later in itertools.pairwise(began))
-    assert gaps[0] >= -0.001
-    assert gaps[1] < 0.020
+    assert -0.001 <= gaps[0] < 0.020
 
 
 def test_a_flood_of_foreign_notifications_changes_nothing(
@@ -1023,3 +1021,37 @@ def test_partials_and_callable_objects_run(client: tasklib.Client, config: taskl
 
     square = tasklib.task(name="square")(functools.partial(power, exponent=2))
     assert run_one(client, config, square, base=7).result == {"value": 49}
+
+
+def test_what_expires_in_the_buffer_does_not_start(
+    client: tasklib.Client, conn: Conn, config: tasklib.Config, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claimed in time, but its turn comes too late: expired, never begun."""
+    monkeypatch.setattr(buffer, "HOARD_SECONDS", 60)
+    began, release = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    @tasklib.task(priority=1)
+    def hold() -> None:
+        began.set()
+        release.wait(20)
+
+    async def late_async() -> None:
+        ran.append(1)
+
+    def late() -> None:
+        ran.append(1)
+
+    tasklib.task(name="late")(late_async if is_async else late)
+    client.submit_task(hold)
+    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
+    task_id = client.submit_task("late", expires_at=expires_at)
+    with running(config, buffer_size=2):
+        assert began.wait(20)
+        wait_until(lambda: get(client, task_id).state == "claimed", "claimed")
+        # The worker's idea of the database's clock lags by the time that an answer takes.
+        wait_until(lambda: datetime.now(UTC) > expires_at + timedelta(seconds=1), "its time to pass")
+        release.set()
+        task = wait_final(client, task_id)
+    assert (task.state, task.error_code, task.attempt) == ("expired", "EXPIRED", 0)
+    assert ran == []

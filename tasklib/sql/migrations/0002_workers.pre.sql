@@ -46,8 +46,8 @@ comment on table tasklib.workers is 'one row is one live process and its lease; 
 comment on column tasklib.workers.queues is 'null: every queue';
 
 -- One row is one claim statement of one worker: what it took. It goes when all of them are settled. From here the
--- reaper knows what a dead worker held: an index on the leased rows of tasks would be written twice for every task,
--- and would make every finish a non-HOT update.
+-- reaper knows what a dead worker held: an index on the leased rows of tasks would be written for every task, tempt the
+-- planner, and keep every finish from being a HOT update (where the page has room, it can be one).
 create table tasklib.claims (
     worker_id    text        not null,
     id           bigint      not null generated always as identity,

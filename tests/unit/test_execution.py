@@ -1,0 +1,101 @@
+"""How a thread is interrupted: only while it is inside a task, and never afterwards."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tasklib.outcomes import TimeoutInterrupt
+from tasklib.worker.execution import ThreadSeat, _set_async_exception
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Thread(threading.Thread):
+    """Runs a function and keeps what it returned or raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.outcome: Any = None
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._function()
+        except BaseException as error:  # noqa: BLE001 - this is what is looked at
+            self.outcome = error
+
+
+def test_an_exception_lands_in_the_function() -> None:
+    """Where it stands, also in a loop that catches every Exception."""
+    seats: list[ThreadSeat] = []
+
+    def work() -> str:
+        seat = ThreadSeat()
+        seat.sit_down()
+        seats.append(seat)
+        while True:
+            threading.Event().wait(0.001)
+
+    thread = Thread(work)
+    thread.start()
+    wait_until(lambda: bool(seats), "inside")
+    seats[0].interrupt(TimeoutInterrupt)
+    thread.join(20)
+    assert isinstance(thread.outcome, TimeoutInterrupt)
+
+
+class LateException:
+    """A lock in whose taking the exception lands that was sent while the task was inside."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __enter__(self) -> None:
+        self.taken += 1
+        if self.taken == 1:
+            _set_async_exception(threading.get_ident(), TimeoutInterrupt)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_an_exception_that_lands_after_the_function_is_swallowed() -> None:
+    """It arrives when the function has returned: its result stands, and the thread goes on."""
+    lock = LateException()
+
+    def work() -> str:
+        seat = ThreadSeat()
+        seat.sit_down()
+        seat._lock = lock  # type: ignore[assignment]
+        seat.stand_up()
+        return "fine"
+
+    thread = Thread(work)
+    thread.start()
+    thread.join(20)
+    assert (thread.outcome, lock.taken) == ("fine", 2)
+
+
+def test_nobody_is_hit_who_does_not_sit_there() -> None:
+    """The thread has gone on to something else."""
+    seats: list[ThreadSeat] = []
+    go_on = threading.Event()
+
+    def work() -> str:
+        seat = ThreadSeat()
+        seat.sit_down()
+        seat.stand_up()
+        seats.append(seat)
+        while not go_on.is_set():
+            threading.Event().wait(0.001)
+        return "fine"
+
+    thread = Thread(work)
+    thread.start()
+    wait_until(lambda: bool(seats), "done")
+    seats[0].interrupt(TimeoutInterrupt)
+    go_on.set()
+    thread.join(20)
+    assert thread.outcome == "fine"
