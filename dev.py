@@ -7,7 +7,7 @@ python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
 python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
-python3 dev.py bench      how fast submits are, beside bare INSERT and COPY (--help for choices)
+python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py setup      make .venv and install everything into it
@@ -20,6 +20,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def main(arguments: list[str]) -> int:
         "demo": lambda options: run_in_venv("examples/demo.py", *options),
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
+        "beside": beside,
         "soak": lambda options: run_in_venv("tests/campaigns/soak.py", *options),
-        "bench": lambda options: run_in_venv("bench/submit.py", *options),
+        "bench": bench,
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
@@ -92,35 +94,56 @@ def lint(_options: list[str]) -> int:
     )
 
 
+def bench(options: list[str]) -> int:
+    which, *rest = options if options and options[0] in {"submit", "drain"} else ["submit", *options]
+    return run_in_venv(f"bench/{which}.py", *rest)
+
+
 def test(options: list[str]) -> int:
     if options:
         return run_in_venv("-m", "pytest", *options)
+    failed = lint([])
+    if failed:
+        return failed
+    with tempfile.TemporaryFile("w+") as said:
+        other = subprocess.Popen([sys.executable, __file__, "beside"], stdout=said, stderr=subprocess.STDOUT)
+        failed = test_on_18()
+        failed = other.wait() or failed
+        said.seek(0)
+        print(said.read(), flush=True)
+    announce("failed" if failed else "all is well")
+    return failed
+
+
+def test_on_18() -> int:
     (ROOT / ".coverage").unlink(missing_ok=True)
-    covered = [PYTHON, "-m", "coverage", "run", "-m", "pytest", "--durations=10"]
-    failed = lint([]) or run_all(
-        ("suite on PostgreSQL 18", covered),
+    return run_all(
+        ("suite on PostgreSQL 18", [PYTHON, "-m", "coverage", "run", "-m", "pytest", "--durations=10"]),
         ("coverage", [PYTHON, "-m", "coverage", "combine", "--quiet"]),
         ("coverage", [PYTHON, "-m", "coverage", "report"]),
-        ("mutants", [PYTHON, "tests/mutants.py", "--quick"]),
     )
-    return failed or test_on_15()
+
+
+def beside(_options: list[str]) -> int:
+    """What runs at the same time as the suite on 18: much of either is waiting."""
+    return test_on_15() or run_all(("mutants", [PYTHON, "tests/mutants.py", "--quick"]))
 
 
 def test_on_15() -> int:
     if not (POSTGRES_15 / "postgres").exists():
         announce("SKIPPED: THE SUITE ON POSTGRESQL 15. apt-get install postgresql-15 to run it here.")
         return 0
-    os.environ["TASKLIB_PG_BIN"] = str(POSTGRES_15)
+    environment = os.environ | {"TASKLIB_PG_BIN": str(POSTGRES_15)}
     # The launcher's own tests try both versions already.
     suite = [PYTHON, "-m", "pytest", "tests/integration", "--ignore=tests/integration/test_embedded.py"]
-    return run_all(("suite on PostgreSQL 15", suite))
+    return run_all(("suite on PostgreSQL 15", suite), environment=environment)
 
 
-def run_all(*steps: tuple[str, list[str | Path]]) -> int:
+def run_all(*steps: tuple[str, list[str | Path]], environment: dict[str, str] | None = None) -> int:
     for name, command in steps:
         announce(name)
         began = time.monotonic()
-        code = subprocess.run([str(word) for word in command], check=False).returncode
+        code = subprocess.run([str(word) for word in command], check=False, env=environment).returncode
         if code:
             announce(f"{name} failed")
             return code

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from tasklib.errors import InvalidConfig
 from tasklib.names import check_schema
+from tasklib.retry import MAX_DELAY_SECONDS, MAX_MULTIPLIER
 from tasklib.strict_json import LARGEST_ARGUMENT_BYTES, MAX_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class Config:
 
     database_url: str = field(repr=False)  # it may hold a password
     max_retries: Annotated[int, Field(ge=0)] = 3
-    base_retry_delay_seconds: _Delay = 5.0
-    retry_backoff_multiplier: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    base_retry_delay_seconds: Annotated[float, Field(ge=0, le=MAX_DELAY_SECONDS)] = 5.0
+    retry_backoff_multiplier: Annotated[float, Field(ge=1, le=MAX_MULTIPLIER)] = 2.0
     lock_timeout_seconds: Annotated[int, Field(gt=0)] = 600
     default_task_timeout_seconds: _Seconds | None = None
     worker_id: str | None = None
@@ -41,7 +42,7 @@ class Config:
     max_argument_bytes: Annotated[int, Field(gt=0, le=LARGEST_ARGUMENT_BYTES)] = MAX_ARGUMENT_BYTES
 
     retry_jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
-    max_retry_delay_seconds: _Delay = 86400.0
+    max_retry_delay_seconds: Annotated[float, Field(ge=0, le=MAX_DELAY_SECONDS)] = 86400.0
     lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 15.0
     timeout_delta_seconds: _Delay = 10.0
     bury_after: Annotated[int, Field(ge=1)] = 3
@@ -57,6 +58,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_schema(self.schema)
+        # A lease must end before a lock: otherwise the lock of a live worker could pass before it is extended.
+        object.__setattr__(self, "lease_seconds", min(self.lease_seconds, self.lock_timeout_seconds / 1.5))
         object.__setattr__(self, "database_url", _SQLALCHEMY_DRIVER.sub(r"\1", self.database_url))
 
     @classmethod

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_DELAY_SECONDS = 365 * 86400.0
+MAX_MULTIPLIER = 1e300
 
 Backoff: TypeAlias = "Exponential | Linear | Fixed | Callable[[int], float]"
 
@@ -32,14 +33,16 @@ class Exponential:
     def __post_init__(self) -> None:
         _check(self, "base_seconds", "cap_seconds")
         _check_jitter(self.jitter)
-        if not self.multiplier >= 1 or math.isinf(self.multiplier):
-            raise InvalidOptions(f"multiplier must be a number from 1 on, got {self.multiplier!r}")
+        multiplier: object = self.multiplier
+        is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
+        if not is_number or not 1 <= self.multiplier <= MAX_MULTIPLIER:
+            raise InvalidOptions(f"multiplier must be a number from 1 to {MAX_MULTIPLIER:g}, got {self.multiplier!r}")
 
     def __call__(self, retry: int) -> float:
         if self.base_seconds == 0:
             return 0.0
         try:
-            return self.base_seconds * self.multiplier ** (retry - 1)
+            return self.base_seconds * float(self.multiplier) ** (retry - 1)
         except OverflowError:
             return math.inf
 

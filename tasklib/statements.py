@@ -195,7 +195,7 @@ class WorkerStatements:
     def waiting_names(self, queues: Sequence[str], served: Sequence[str]) -> Statement[list[str]]:
         return Statement(self._tasks["waiting_names"], (list(queues), list(served)), _read_column, is_change=False)
 
-    def register(self, worker: WorkerDescription) -> Statement[datetime]:
+    def register(self, worker: WorkerDescription) -> Statement[datetime | None]:
         parameters = (
             worker.worker_id, worker.name, worker.hostname, worker.pid, worker.process_name, worker.queues,
             worker.task_names, worker.concurrency, self._lease_seconds,

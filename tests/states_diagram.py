@@ -1,4 +1,4 @@
-"""The diagram in docs/states.md, made from tasklib/states.py. `python3 dev.py states` writes it anew; a test compares."""
+"""The diagram in docs/states.md, made from tasklib/states.py. `python3 dev.py states` writes it; a test compares."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Rules, decide
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from uuid import UUID
 
-    import tasklib
     from tasklib.outcomes import Outcome
     from tasklib.statements import ClaimedTask
 
@@ -57,16 +57,16 @@ def is_listening(worker: TaskWorker) -> bool:
     return "listen" not in crew.loops or crew.loops["listen"].service.is_heard  # type: ignore[attr-defined]
 
 
+def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
+    task = client.get_task(task_id)
+    assert task is not None
+    return task
+
+
 def wait_final(client: tasklib.Client, task_id: UUID, *, seconds: float = 20.0) -> tasklib.Task:
     """The task, once nothing more will happen to it."""
-
-    def look() -> tasklib.Task:
-        task = client.get_task(task_id)
-        assert task is not None
-        return task
-
-    wait_until(lambda: look().completed_at is not None, f"task {task_id} to be final", seconds=seconds)
-    return look()
+    wait_until(lambda: tasklib.is_final(get(client, task_id)), f"task {task_id} to be final", seconds=seconds)
+    return get(client, task_id)
 
 
 def grown_up_reaper(config: tasklib.Config, session: Session) -> Reaper:

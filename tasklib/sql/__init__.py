@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 _SCHEMA_MENTION = re.compile(r"\btasklib(?=\.)")
+_COMMENT_AT_END = re.compile(r"(?:^(?:--.*)?\n)*\Z", re.MULTILINE)
 _QUERY_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 
 
@@ -29,9 +30,12 @@ def in_schema(sql: str, schema: str) -> LiteralString:
 def queries(noun: str, schema: str) -> dict[str, LiteralString]:
     """The named queries of one file: `-- name: get` up to the next name."""
     parts = _QUERY_NAME.split(_read(files(__name__) / f"{noun}.sql"))
-    return {
-        name: in_schema(body.strip().rstrip(";"), schema) for name, body in zip(parts[1::2], parts[2::2], strict=True)
-    }
+    return {name: in_schema(_statement(body), schema) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _statement(body: str) -> str:
+    """Without the comment that belongs to the next one."""
+    return _COMMENT_AT_END.sub("", body).strip().rstrip(";")
 
 
 def folder(name: str) -> list[tuple[str, str]]:

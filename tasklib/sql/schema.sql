@@ -11,7 +11,7 @@
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public a71835af5324f6766d48d9ad205c6650
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
--- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 260f40a1c636545ce800d405cd9aa84d
+-- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 43cd4f111f9287a7f1f2c9b648edd688
 -- function ring(queue text) returns void search_path=pg_catalog, pg_temp for public fa79d098c2553843f5d9d29f096d7b0a
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7

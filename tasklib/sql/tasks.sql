@@ -150,7 +150,9 @@ returning task.id;
 -- not in the answer belongs to somebody else by now.
 -- One JSON value and not twenty arrays: cheaper to write and to read (see submit_many).
 -- A waiting task says with due_at when its time comes; without, it is ready at once. What is left out stays as it is
--- (scheduled_at, started_at), or is cleared (result, error), unless the task waits without having failed.
+-- (scheduled_at, started_at), or is cleared (result, error), unless the task waits without having failed. A task that
+-- was asked to stop does not go on, also when its worker had not heard of it. The clock is read once: between two looks
+-- a due time could pass, and the row would wait for nothing.
 -- name: settle
 with given as (
     select *
@@ -161,24 +163,32 @@ with given as (
      where token between 1 and 9223372036854775807
 ), settled as (
     update tasklib.tasks as task
-       set state = given.state,
-           ready = given.state in ('pending', 'failed') and case when given.due_at is null
-               then given.state = 'pending' else given.due_at <= clock_timestamp() end,
-           due_at = case when given.state = 'pending' or given.state = 'failed' and given.due_at is not null
-               then least(case when given.due_at > clock_timestamp() then given.due_at end, task.expires_at) end,
-           next_retry_at = case when given.state = 'failed' then given.due_at end,
+       set (state, ready, due_at, next_retry_at, completed_at, result, error, error_code) = (
+               select became.state,
+                      became.waits and coalesce(given.due_at <= became.now, true),
+                      case when became.waits
+                           then least(case when given.due_at > became.now then given.due_at end, task.expires_at) end,
+                      case when became.waits and became.state = 'failed' then given.due_at end,
+                      case when not became.waits then given.finished_at end,
+                      given.result,
+                      case when became.stops then 'Cancelled: on request'
+                           when given.state = 'pending' then task.error else given.error end,
+                      case when became.stops then 'CANCELLED'
+                           when given.state = 'pending' then task.error_code else given.error_code end
+                 from (select goes_on and task.cancel_asked_at is not null as stops,
+                              goes_on and task.cancel_asked_at is null as waits,
+                              case when goes_on and task.cancel_asked_at is not null then 'cancelled'
+                                   else given.state end as state,
+                              clock_timestamp() as now
+                         from (select given.state = 'pending' or given.state = 'failed' and given.due_at is not null)
+                              as which (goes_on)) as became),
            scheduled_at = coalesce(given.scheduled_at, task.scheduled_at),
            started_at = coalesce(given.started_at, task.started_at),
-           completed_at = case when given.state <> 'pending' and (given.state <> 'failed' or given.due_at is null)
-               then given.finished_at end,
-           result = given.result,
-           error = case when given.state = 'pending' then task.error else given.error end,
-           error_code = case when given.state = 'pending' then task.error_code else given.error_code end,
-           retry_count = task.retry_count + coalesce(given.is_retry, false)::integer,
+           retry_count = task.retry_count + (coalesce(given.is_retry, false) and task.cancel_asked_at is null)::integer,
            crash_count = task.crash_count + coalesce(given.is_crash, false)::integer,
            strikes = task.strikes + coalesce(given.is_strike, false)::integer,
            attempt = task.attempt + (given.began and task.state = 'claimed')::integer,
-           suspect = coalesce(given.suspect, false),
+           suspect = coalesce(given.suspect, given.state = 'pending' and not given.began and task.suspect),
            cancel_asked_at = null, worker_id = null, claimed_at = null, locked_until = null
       from given
      where task.id = given.id and task.fencing_token = given.token and task.worker_id = $1::text

@@ -1,13 +1,14 @@
 -- Statements about workers and their leases. The lease is the worker's row: one write per worker, never per task.
 
 
--- Again, after an answer was lost, it is a renewal: the id is the worker's own for ever.
+-- Again, after an answer was lost, it is a renewal: the id is the worker's own for ever. No row: it died meanwhile.
 -- name: register
 insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names, concurrency, lease_until)
 values ($1::text, $2::text, $3::text, $4::integer, $5::text, $6::text[], $7::text[], $8::integer,
         clock_timestamp() + $9::double precision * interval '1 second')
 on conflict (worker_id) do update
     set renewed_at = clock_timestamp(), lease_until = excluded.lease_until
+    where workers.died_at is null
 returning clock_timestamp();
 
 

@@ -87,7 +87,12 @@ class Lease:
             self._buffer.concurrency,
         )  # fmt: skip
         sent_at = time.monotonic()
-        self._clock.set(self._session.run(self._statements.register(description)))
+        now = self._session.run(self._statements.register(description))
+        if now is None:  # an answer was lost, and this comes too late
+            self.worker_id = self._new_id()
+            self._register()
+            return
+        self._clock.set(now)
         self._is_registered = True
         self._valid_until = sent_at + self._seconds
         self.on_regained()

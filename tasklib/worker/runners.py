@@ -97,8 +97,8 @@ def bind_log_context(execution: Execution) -> None:
     )
 
 
-class ThreadRunner:
-    """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
+class Runner:
+    """Takes executions, begins them, reports how they ended; each in its own copy of the worker's context."""
 
     def __init__(
         self, buffer: Buffer, begin: Callable[[Execution], bool], report: Callable[[Execution, Outcome], None]
@@ -107,6 +107,13 @@ class ThreadRunner:
         self._begin = begin
         self._report = report
         self._context = contextvars.copy_context()
+
+
+class ThreadRunner(Runner):
+    """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._threads: list[threading.Thread] = []
 
     def provide(self) -> None:
@@ -144,16 +151,11 @@ class ThreadRunner:
             return outcome_of(execution, error)
 
 
-class CoroutineRunner:
+class CoroutineRunner(Runner):
     """An event loop in a thread of its own. It takes from the buffer by itself, as slots get free."""
 
-    def __init__(
-        self, buffer: Buffer, begin: Callable[[Execution], bool], report: Callable[[Execution, Outcome], None]
-    ) -> None:
-        self._buffer = buffer
-        self._begin = begin
-        self._report = report
-        self._context = contextvars.copy_context()
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._loop = asyncio.new_event_loop()
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,10 +16,7 @@ import tasklib
 from tasklib import TaskWorker
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until
-from tests.working import ManualWorker, grown_up_reaper, running, wait_final
-
-if TYPE_CHECKING:
-    from uuid import UUID
+from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
 
 SECOND = timedelta(seconds=1)
 
@@ -50,12 +47,6 @@ def send_email() -> Any:
 
 def work(config: tasklib.Config) -> None:
     TaskWorker(config).run_until_empty_sync()
-
-
-def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
-    task = client.get_task(task_id)
-    assert task is not None
-    return task
 
 
 # --- the five records ---

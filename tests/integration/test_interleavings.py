@@ -21,12 +21,11 @@ from tasklib.worker.claimer import Claimer
 from tasklib.worker.session import Session
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until, wait_until_blocked
-from tests.working import ManualWorker, grown_up_reaper, running
+from tests.working import ManualWorker, get, grown_up_reaper, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
-    from uuid import UUID
 
     from tasklib.statements import ClaimedTask
 
@@ -70,12 +69,6 @@ def row_locked(url: str, sql: str) -> Iterator[None]:
         holder.execute(literal(sql))
         yield
         holder.commit()
-
-
-def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
-    task = client.get_task(task_id)
-    assert task is not None
-    return task
 
 
 def kill(conn: Conn, worker: ManualWorker) -> None:

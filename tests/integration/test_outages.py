@@ -17,12 +17,11 @@ import tasklib
 from tasklib import embedded
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
-from tests.working import running, wait_final
+from tests.working import get, running, wait_final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from uuid import UUID
 
     from tasklib.embedded import EmbeddedPostgres
     from tests.raw_sql import Conn
@@ -52,12 +51,6 @@ def server(open_directory: Path) -> Iterator[Server]:
     made = Server(open_directory)
     yield made
     made.close()
-
-
-def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
-    task = client.get_task(task_id)
-    assert task is not None
-    return task
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])

@@ -22,17 +22,10 @@ from tasklib import TaskWorker
 from tasklib.worker import buffer, hooks
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until
-from tests.working import ManualWorker, grown_up_reaper, running, wait_final
+from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from uuid import UUID
-
-
-def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
-    task = client.get_task(task_id)
-    assert task is not None
-    return task
 
 
 def run_one(client: tasklib.Client, config: tasklib.Config, function: Any, **options: Any) -> tasklib.Task:
@@ -548,8 +541,9 @@ def test_expiry_as_a_verb(client: tasklib.Client, conn: Conn) -> None:
 _tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
 
 
+@pytest.mark.parametrize("awaited", [False, True])
 def test_context_flows_into_tasks_and_stays_apart(
-    client: tasklib.Client, config: tasklib.Config, is_async: bool
+    client: tasklib.Client, config: tasklib.Config, is_async: bool, awaited: bool
 ) -> None:
     """What was set where the worker was started is seen; what a task sets, the next one does not see; the log context
     names the task.
@@ -568,7 +562,8 @@ def test_context_flows_into_tasks_and_stays_apart(
     ids = [client.submit_task(task) for _ in range(3)]
     token = _tenant.set("acme")
     try:
-        TaskWorker(config).run_until_empty_sync()
+        worker = TaskWorker(config)
+        asyncio.run(worker.run_until_empty()) if awaited else worker.run_until_empty_sync()
     finally:
         _tenant.reset(token)
     for task_id in ids:

@@ -7,12 +7,13 @@ create or replace function tasklib.retry(task_id uuid) returns boolean
     set search_path = pg_catalog, pg_temp
 as $$
 declare
+    now constant timestamptz := clock_timestamp();
     retried_queue text;
 begin
     update tasklib.tasks
-       set state = 'pending', ready = true, scheduled_at = clock_timestamp(), completed_at = null, next_retry_at = null,
-           expires_at = case when expires_at > clock_timestamp() then expires_at end,
-           due_at = case when expires_at > clock_timestamp() then expires_at end,
+       set state = 'pending', ready = true, scheduled_at = now, completed_at = null, next_retry_at = null,
+           expires_at = case when expires_at > now then expires_at end,
+           due_at = case when expires_at > now then expires_at end,
            retry_count = case when completed_at is null then retry_count else 0 end,
            result = null, error = null, error_code = null, suspect = false, strikes = 0, cancel_asked_at = null,
            resolved_at = null, resolved_by = null, resolution_note = null
