@@ -69,12 +69,15 @@ def worker_connection_string(config: Config, role: str, *, settings: str = "") -
     empty would read all of it, and be kept until the first ANALYZE; these settings rule that out.
     """
     given = conninfo.conninfo_to_dict(connection_string(config))
-    options = " ".join(filter(None, [_INDEXES_ONLY, settings, str(given.get("options") or "")]))
+    options = " ".join(filter(None, [_INDEXES_ONLY, _READ_COMMITTED, settings, str(given.get("options") or "")]))
     name = f"{given['application_name']}:{role}"
     return conninfo.make_conninfo("", **{**given, "application_name": name, "options": options})
 
 
 _INDEXES_ONLY = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c enable_bitmapscan=off"
+_READ_COMMITTED = (
+    r"-c default_transaction_isolation=read\ committed"  # guarded statements need no more, and do not fail
+)
 
 
 def without_planner_settings(dsn: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -34,6 +36,17 @@ def _shown(value: Any) -> str:
     return short if short.isprintable() and " " not in short and short else json.dumps(short)
 
 
+class _Calm(structlog.stdlib.BoundLogger):
+    """A handler of the application's that raises must not end a loop of ours."""
+
+    def _proxy_to_logger(self, method_name: str, event: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._proxy_to_logger(method_name, event, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - whatever it is, it is told where logging itself tells its troubles
+            if logging.raiseExceptions and sys.stderr is not None:
+                traceback.print_exc(file=sys.stderr)
+
+
 log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-    logger, processors=[structlog.stdlib.filter_by_level, _render], wrapper_class=structlog.stdlib.BoundLogger
+    logger, processors=[structlog.stdlib.filter_by_level, _render], wrapper_class=_Calm
 )

@@ -116,9 +116,12 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Given back without cost: never started, or stopped because its worker stops."""
+    """Given back without cost: never started, or stopped because its worker stops. `began` counts as an attempt, since
+    it may be marked as running; `ran` is false if no line of it was executed all the same.
+    """
 
     began: bool
+    ran: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +217,8 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
             return Settlement(State.PENDING, "SNOOZED", due_at=due_at, scheduled_at=due_at)
         case Cancelled(problem, began):
             return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
-        case Interrupted(began):
-            return _interrupted(task, began=began)
+        case Interrupted(began, ran):
+            return _interrupted(task, began=began, ran=ran)
         case Expired():
             text = f"Expired: not started before {task.expires_at}"
             return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
@@ -255,9 +258,9 @@ def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
     return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
 
 
-def _interrupted(task: HeldTask, *, began: bool) -> Settlement:
+def _interrupted(task: HeldTask, *, began: bool, ran: bool) -> Settlement:
     """At no cost; but what must not run twice does not, once it has begun."""
-    if began and task.on_crash == "fail":
+    if began and ran and task.on_crash == "fail":
         problem = Problem("INTERRUPTED", "its worker stopped", "Interrupted: its worker stopped")
         return Settlement(State.FAILED, "INTERRUPTED", problem=problem)
     return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)

@@ -180,6 +180,10 @@ class WorkerStatements:
         parameters = (worker_id, f"[{','.join(settled)}]", list(claim_ids))
         return Statement(self._tasks["settle"], parameters, _read_column)
 
+    def unlocked(self, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
+        """Those of them whose rows nobody holds."""
+        return Statement(self._tasks["unlocked"], (list(task_ids),), _read_column)
+
     def release(self, worker_id: str, held: Sequence[tuple[UUID, int]], now: datetime) -> Statement[list[UUID]]:
         """For claims whose answer never came: (task, token). Nothing of them had begun."""
         same = {"seen": "claimed", "state": "pending", "began": False, "finished_at": now}

@@ -45,6 +45,7 @@ class TaskFunction(Generic[P, R]):
         self.arguments = ArgumentSchema(function, self.name)
         _refuse_reserved_parameters(function, self.name)
         _refuse_methods(function, self.name)
+        _refuse_generators(function, self.name)
         self._plainly = Submitter(self, {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -168,6 +169,11 @@ def _refuse_reserved_parameters(function: Callable[..., Any], name: str) -> None
             f"task {name!r}: parameter {', '.join(taken)} is called like an option of submit, which would take "
             f"its value. Rename the parameter."
         )
+
+
+def _refuse_generators(function: Callable[..., Any], name: str) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InvalidTaskDefinition(f"task {name!r} is a generator: a worker would run nothing of it. Return a list.")
 
 
 def _refuse_methods(function: Callable[..., Any], name: str) -> None:

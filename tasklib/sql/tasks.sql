@@ -212,6 +212,11 @@ select id, (select tasklib.ring_all(array_agg(queue)) from settled
   from settled;
 
 
+-- Which of these rows nobody holds: a settlement that met a locked one goes on without it.
+-- name: unlocked
+select id from tasklib.tasks where id = any($1::uuid[]) for update skip locked;
+
+
 -- name: promote
 select promoted, next_due_seconds from tasklib.promote();
 

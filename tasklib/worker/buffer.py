@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LARGEST_BUFFER = 1_000
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
+MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 HOARD_SECONDS = 0.5  # what has waited so long behind busy slots goes back to the queue
 LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty
 
@@ -62,9 +63,13 @@ class Buffer:
         with self._lock:
             if not self._is_open or self._suspect_is_next():
                 return 0
-            most = self.concurrency if self._is_stuck else wanted(self.concurrency, self._average_seconds, fixed)
-            self._refill_at = (most - self.concurrency) // 2
             held = len(self._executing) + self._waiting_count()
+            if self._is_stuck:
+                return 1 if held == len(self._executing) < self.concurrency else 0
+            if len(self._unsettled) - held > MOST_UNSETTLED:
+                return 0
+            most = wanted(self.concurrency, self._average_seconds, fixed)
+            self._refill_at = (most - self.concurrency) // 2
             return max(most - held, 0) if self._is_short() else 0
 
     def add(self, executions: Iterable[Execution]) -> list[Execution]:
@@ -115,9 +120,9 @@ class Buffer:
             if self._suspect_is_next():
                 impatient = time.monotonic() - self._last_take > LONE_PATIENCE_SECONDS
                 return self._pop_waiting() if impatient else []
-            if len(self._executing) < self.concurrency:
+            if not self._may_start():
                 return []
-            self._is_stuck = True  # until a slot gets free: what goes back must not come back at once
+            self._is_stuck = True  # until something starts or ends: what goes back must not come back at once
             return self._pop_waiting()
 
     # --- the runners' side ---
@@ -154,18 +159,13 @@ class Buffer:
             self._is_stuck = False
             average = self._average_seconds
             self._average_seconds = seconds if average is None else average + (seconds - average) * 0.05
-            is_short = bool(self._careful) or self._is_short()
-            pokes_loop = not execution.is_coroutine and bool(self._waiting[True])
-            self._changed.notify()
-        if is_short:
-            self.on_free()
-        if pokes_loop:
-            self.on_work[True]()
+        self._freed(by=execution)
 
     def dropped(self, execution: Execution) -> None:
         """It will not begin."""
         with self._lock:
             self._executing.pop(execution, None)
+        self._freed(by=execution)
 
     # --- for everybody ---
 
@@ -199,7 +199,10 @@ class Buffer:
         """Those of them that have not started."""
         with self._lock:
             wanted = set(executions)
-            return self._pop([each for each in self._all_waiting() if each in wanted])
+            removed = self._pop([each for each in self._all_waiting() if each in wanted])
+        if removed:
+            self._freed(by=None)
+        return removed
 
     def close(self) -> list[Execution]:
         """Nothing starts from now on. What had not started is handed back."""
@@ -222,6 +225,18 @@ class Buffer:
         with self._lock:
             return not self._unsettled
 
+    def _freed(self, *, by: Execution | None) -> None:
+        """Something may start that could not. A thread that has just ended a task takes the next one by itself."""
+        with self._lock:
+            is_short = bool(self._careful) or self._is_short()
+            pokes_loop = bool(self._waiting[True] or self._admitted[True]) and not (by is not None and by.is_coroutine)
+            if by is None or by.is_coroutine or by.task.suspect or self._idle_threads:
+                self._changed.notify_all()
+        if is_short:
+            self.on_free()
+        if pokes_loop:
+            self.on_work[True]()
+
     def _take(self, is_coroutine: bool) -> Execution | None:
         if not self._is_open or not self._may_start():
             return None
@@ -232,6 +247,7 @@ class Buffer:
             return None
         execution = lane.popleft()
         self._executing[execution] = None
+        self._is_stuck = False
         self._last_take = time.monotonic()
         return execution
 

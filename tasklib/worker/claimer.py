@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from tasklib.log import log
-from tasklib.outcomes import Interrupted, StopInterrupt
+from tasklib.outcomes import Expired, Interrupted, StopInterrupt
 from tasklib.worker.buffer import HOARD_SECONDS
 from tasklib.worker.execution import Execution
 
@@ -186,7 +186,7 @@ class Claimer:
 
     def _add(self, tasks: Sequence[ClaimedTask]) -> None:
         for late in self._buffer.add([self._menu.execution(task) for task in tasks]):
-            self._report(late, Interrupted(began=late.is_marked))
+            self._report(late, Interrupted(began=late.is_marked, ran=False))
         self._start_careful()
 
     def _has_room(self) -> bool:
@@ -202,24 +202,28 @@ class Claimer:
     def _start_careful(self) -> None:
         while (execution := self._buffer.next_careful()) is not None:
             execution.started_at = self._clock.now()
+            if execution.is_late(execution.started_at):
+                self._report(execution, Expired())
+                continue
             try:
                 is_ours = bool(self._finisher.mark([execution], self._session))
             except psycopg.Error:
                 self._is_checked = False
-                self._report(execution, Interrupted(began=True))  # it may be marked: then it counts as begun
+                self._report(execution, Interrupted(began=True, ran=False))  # it may be marked
                 raise
             if is_ours:
                 self._buffer.admit(execution)
             else:
-                self._buffer.done(execution, 0.0)
+                self._buffer.dropped(execution)
                 self._buffer.settled([execution])
+                self._forget_claims([execution])
 
     def _give_back_hoarded(self) -> None:
         hoarded = self._buffer.hoarded()
         if any(each.task.suspect for each in hoarded):
             self._no_suspects_until = time.monotonic() + NO_SUSPECTS_SECONDS
         for each in hoarded:
-            self._report(each, Interrupted(began=each.is_marked))
+            self._report(each, Interrupted(began=each.is_marked, ran=False))
 
     def _compare_with_database(self) -> None:
         """The other way round it would go wrong: what is claimed or settled between two looks is only this thread's, or
@@ -235,11 +239,17 @@ class Claimer:
 
     def _drop(self, lost: Sequence[Execution]) -> None:
         self._buffer.settled(self._buffer.remove_waiting(lost))
+        self._forget_claims(lost)
         executing = set(self._buffer.executing())
         for each in lost:
             if each in executing:
                 each.interrupt(StopInterrupt)
                 log.warning("lease.lost", task=each.task.name, task_id=each.id, token=each.task.fencing_token)
+
+    def _forget_claims(self, executions: Sequence[Execution]) -> None:
+        """Those of which nothing is held any more."""
+        for worker_id, claim_id in {(each.task.worker_id, each.claimed.claim_id) for each in executions}:
+            self._session.run(self._statements.forget_claim(worker_id, claim_id))
 
     def _give_back_unknown(self, unknown: Sequence[Row]) -> None:
         """Claims whose answer was lost on its way; or what the finisher has settled since the database was asked, which

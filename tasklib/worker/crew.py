@@ -18,6 +18,7 @@ from tasklib.log import log, logger
 from tasklib.outcomes import Interrupted, Rules, Settlement, StopInterrupt, decide
 from tasklib.retry import Exponential
 from tasklib.statements import WorkerStatements
+from tasklib.states import State
 from tasklib.worker.buffer import Buffer
 from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
@@ -64,8 +65,9 @@ class Crew:
         self._database = Database(config)
         statements = WorkerStatements(config)
         self._clock = DatabaseClock()
-        self._sessions = {role: Session(config, role) for role in ("claim", "finish", "listen")} | {
+        self._sessions = {role: Session(config, role) for role in ("claim", "listen")} | {
             "lease": Session(config, "lease", timeout_seconds=config.lease_seconds / LEASE_TIMEOUT_SHARE),
+            "finish": Session(config, "finish", settings="-c lock_timeout=1s"),
             "duties": Session(config, "duties", settings="-c lock_timeout=2s"),
         }
         self.buffer = Buffer(options.concurrency, lambda: self.claimer.may_start())  # noqa: PLW0108 - it comes later
@@ -109,14 +111,13 @@ class Crew:
         self.buffer.on_free = self._slot_free
         self.lease.on_regained = self._regained
         self.lease.on_cancel = self._cancel_held
-        self.finisher.on_settled = self._settled.set
+        self.finisher.on_settled = self._after_settlement
 
     # --- what the parts tell each other ---
 
     def begin(self, execution: Execution) -> bool:
         """False: it is too late to start it."""
-        expires_at = execution.task.expires_at
-        if expires_at is not None and not execution.is_marked and self._clock.now() >= expires_at:
+        if not execution.is_marked and execution.is_late(self._clock.now()):
             return False
         execution.begin(execution.started_at or self._clock.now())
         if self.finisher.is_resting and not execution.is_marked:
@@ -141,9 +142,14 @@ class Crew:
         rules = Rules(backoff, self._config.bury_after, self._config.timeout_delta_seconds)
         try:
             return decide(execution.task, outcome, self._clock.now(), rules)
-        except Exception:  # noqa: BLE001 - the backoff is the user's function
+        except BaseException:  # noqa: BLE001 - the backoff is the user's function
             log.exception("backoff.failed", task=execution.task.name, consequence="the default policy was used")
             return decide(execution.task, outcome, self._clock.now(), Rules(self._default_backoff))
+
+    def _after_settlement(self) -> None:
+        self._settled.set()
+        if self.claimer.expects_more() and self.buffer.is_idle():
+            self.loops["claim"].wake()  # it may have waited for the settlements
 
     def _slot_free(self) -> None:
         if self.claimer.expects_more() or self.buffer.has_careful():
@@ -167,24 +173,26 @@ class Crew:
             return
         cancel_execution(execution, self._clock)
         for waiting in self.buffer.remove_waiting([execution]):
-            self.report(waiting, Interrupted(began=waiting.is_marked))
+            self.report(waiting, Interrupted(began=waiting.is_marked, ran=False))
 
     # --- coming and going ---
 
     def start(self) -> bool:
         """False: it was told to stop before there was a database."""
-        self._coming()
-        if not self._wait_for_schema():
-            self.coroutines.stop(1.0)
-            return False
-        run_start_hooks(self.coroutines)
+        self.coroutines.start()
+        try:
+            if not self._wait_for_schema():
+                self.coroutines.stop(ABANDON_AFTER_SECONDS)
+                return False
+            run_start_hooks(self.coroutines, self.stop_asked.is_set)
+        except BaseException:
+            run_stop_hooks(self.coroutines, ABANDON_AFTER_SECONDS)
+            self.coroutines.stop(ABANDON_AFTER_SECONDS)
+            raise
         for loop in self.loops.values():
             loop.start()
         log.info("worker.started", worker_id=self.lease.worker_id, concurrency=self.buffer.concurrency)
         return True
-
-    def _coming(self) -> None:
-        self.coroutines.start()
 
     def _wait_for_schema(self) -> bool:
         """A database that is not there yet is waited for; a schema that does not fit is an error."""
@@ -225,7 +233,7 @@ class Crew:
         self.lease.is_stopping = True
         self.claimer.is_open = False
         for each in self.buffer.close():
-            self.report(each, Interrupted(began=each.is_marked))
+            self.report(each, Interrupted(began=each.is_marked, ran=False))
         self.loops["claim"].stop()
         self.loops["lease"].wake()
         self._wait_for(lambda: not self.buffer.executing(), grace_seconds, unless=self.hurry)
@@ -233,16 +241,16 @@ class Crew:
             each.interrupt(StopInterrupt)
         self._wait_for(lambda: not self.buffer.executing(), ABANDON_AFTER_SECONDS)
         self.loops["claim"].join(self._config.database_timeout_seconds)
-        self._wait_for(lambda: self.finisher.is_empty, grace_seconds)
-        self._leave()
+        self._wait_for(lambda: self.finisher.is_empty, max(grace_seconds, ABANDON_AFTER_SECONDS))
+        self._leave(grace_seconds)
 
-    def _leave(self) -> None:
+    def _leave(self, grace_seconds: float) -> None:
         if not self.finisher.is_empty:
-            log.error("outcomes.lost", consequence="the database was not there in time: these tasks will run again")
+            log.error("outcomes.lost", consequence="they could not be written in time: these tasks will run again")
         if self.buffer.executing():
-            self._abandon()
+            self._abandon(grace_seconds)
             return
-        run_stop_hooks(self.coroutines)
+        run_stop_hooks(self.coroutines, max(grace_seconds, ABANDON_AFTER_SECONDS))
         self.coroutines.stop(ABANDON_AFTER_SECONDS)
         for loop in self.loops.values():
             loop.stop()
@@ -259,18 +267,20 @@ class Crew:
         except Exception as error:  # noqa: BLE001 - then the lease runs out by itself
             log.warning("worker.not_deregistered", worker_id=self.lease.worker_id, error=str(error))
 
-    def _abandon(self) -> None:
+    def _abandon(self, grace_seconds: float) -> None:
         """What does not stop keeps its lease, in the background, until it does or the process ends: a retry must never
         overlap the old run.
         """
         stuck = self.buffer.executing()
         log.error("worker.abandoned", tasks=[each.task.name for each in stuck], worker_id=self.lease.worker_id)
-        threading.Thread(target=self._leave_when_idle, name="tasklib-abandoned", daemon=True).start()
+        threading.Thread(
+            target=self._leave_when_idle, args=[grace_seconds], name="tasklib-abandoned", daemon=True
+        ).start()
 
-    def _leave_when_idle(self) -> None:
+    def _leave_when_idle(self, grace_seconds: float) -> None:
         while not self.buffer.is_idle():
             time.sleep(0.1)
-        self._leave()
+        self._leave(grace_seconds)
 
     def _wait_for(self, is_so: Callable[[], bool], seconds: float, unless: threading.Event | None = None) -> None:
         deadline = time.monotonic() + seconds
@@ -296,7 +306,7 @@ class _Rota:
 
 def _tell(task: HeldTask, settlement: Settlement, seconds: float) -> None:
     """The one line at the end of an attempt. Arguments and results are never in it."""
-    word = (settlement.outcome or "released").lower()
+    word = (settlement.outcome or ("released" if settlement.state == State.PENDING else settlement.state)).lower()
     tell = log.warning if settlement.problem is not None and settlement.state != "cancelled" else log.info
     tell(
         f"task.{word}", task=task.name, task_id=task.id, queue=task.queue, attempt=task.attempt + 1,

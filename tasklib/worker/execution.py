@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tasklib.task import TaskFunction
 
 
+_one_at_a_time = threading.Lock()
+
+
 class Execution:
     """The task, where it runs, and the way to stop it. Its fields change under the buffer's lock, or by its runner."""
 
@@ -56,6 +59,9 @@ class Execution:
         """Must be `running` in the database before its first line: whether it had begun decides its fate in a crash."""
         return (self.task.suspect or self.task.on_crash == "fail") and not self.is_marked
 
+    def is_late(self, now: datetime) -> bool:
+        return self.task.expires_at is not None and now >= self.task.expires_at
+
     def begin(self, started_at: datetime) -> None:
         self.started = time.monotonic()
         self.started_at = started_at
@@ -67,44 +73,60 @@ class Execution:
 
     def interrupt(self, kind: type[TaskInterrupt]) -> None:
         """Once: a second exception could land in the clean-up that the first one caused."""
-        if self.interrupt_kind is None:
+        with _one_at_a_time:
+            if self.interrupt_kind is not None:
+                return
             self.interrupt_kind = kind
-            if self.inside is not None:
-                self.inside.interrupt(kind)
+        if self.inside is not None:
+            self.inside.interrupt(kind, self)
 
 
 class ThreadSeat:
     """Raises an exception inside the thread that sits in it, and only while it does.
 
-    The exception may land in a `finally` of the user's, or, in a C call that does not return, never.
+    The exception may land in a `finally` of the user's, or, in a C call that does not return, never. One that is still
+    on its way when the function has ended is made to land here. It must not be taken back instead, by setting none:
+    CPython 3.11 then keeps its eval breaker set for ever, which slows down every thread, and under a tracer stops all.
     """
 
-    __slots__ = ("_is_taken", "_lock", "_thread_id")
+    __slots__ = ("_lock", "_occupant", "_thread_id", "_was_sent")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
-        self._is_taken = False
+        self._occupant: object = None
+        self._was_sent = False
 
-    def sit_down(self) -> None:
+    def sit_down(self, occupant: object) -> None:
         with self._lock:
-            self._is_taken = True
+            self._occupant = occupant
 
     def stand_up(self) -> None:
-        """After this no exception can come any more, and one that is on its way is called back."""
+        """After this no exception can come any more."""
+        was_sent = False
         while True:
             try:
                 with self._lock:
-                    self._is_taken = False
-                    _set_async_exception(self._thread_id, None)
+                    self._occupant = None
+                    was_sent, self._was_sent = self._was_sent, False
+                if was_sent:
+                    self._let_it_land()
                 break
             except TaskInterrupt:
                 continue  # it landed here, after the function had ended
 
-    def interrupt(self, kind: type[TaskInterrupt]) -> None:
+    def interrupt(self, kind: type[TaskInterrupt], occupant: object) -> None:
+        """The thread may have gone on to another task since it was last looked at."""
         with self._lock:
-            if self._is_taken:
-                _set_async_exception(self._thread_id, kind)
+            if self._occupant is occupant:
+                self._was_sent = True
+                _raise_in_thread(self._thread_id, kind)
+
+    def _let_it_land(self) -> None:
+        """Whether it has landed already, in the function, nobody knows: another one takes its place, and lands."""
+        _raise_in_thread(self._thread_id, TaskInterrupt)
+        while True:
+            pass
 
 
 class CoroutineSeat:
@@ -116,11 +138,10 @@ class CoroutineSeat:
         self._loop = loop
         self._task = task
 
-    def interrupt(self, _kind: type[TaskInterrupt]) -> None:
+    def interrupt(self, _kind: type[TaskInterrupt], _occupant: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 
 
-def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> None:
-    exception = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
+def _raise_in_thread(thread_id: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(kind))

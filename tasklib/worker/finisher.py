@@ -6,9 +6,10 @@ take belongs to another worker by now, and is dropped. One row that cannot be wr
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
@@ -18,6 +19,7 @@ from tasklib.log import log
 from tasklib.outcomes import Problem, Settlement
 from tasklib.statements import settlement_json
 from tasklib.states import State
+from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from tasklib.worker.session import Session
 
 T = TypeVar("T")
+UNSTORABLE = "UNSTORABLE"
 LARGEST_BATCH = 1_000
+LARGEST_BATCH_CHARACTERS = 8_000_000
+BLOCKED_PAUSE_SECONDS = 2.0
 MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
 
 
@@ -57,6 +62,9 @@ class Finisher:
         self._buffer = buffer
         self._clock = clock
         self._ended: deque[Ended] = deque()
+        self._most = LARGEST_BATCH
+        self._blocked: list[Ended] = []
+        self._blocked_until = 0.0
         self._is_resending = False
         self.is_resting = False  # until it is woken: who starts a task has to
         self.on_settled: Callable[[], None] = lambda: None
@@ -66,10 +74,13 @@ class Finisher:
 
     @property
     def is_empty(self) -> bool:
-        return not self._ended
+        return not self._ended and not self._blocked
 
     def run_once(self) -> float | None:
         self.is_resting = False
+        if self._blocked and time.monotonic() >= self._blocked_until:
+            self._ended.extend(self._blocked)
+            self._blocked = []
         while self._ended:
             self._flush()
         self._mark_long_runners()
@@ -86,14 +97,27 @@ class Finisher:
         return [each for each in executions if each.is_marked]
 
     def _flush(self) -> None:
-        """A batch leaves the memory only when it is committed."""
-        batch = [self._ended[at] for at in range(min(len(self._ended), LARGEST_BATCH))]
+        """A batch leaves the memory only when it is committed, or cannot ever be."""
+        batch = self._next_batch()
         for worker_id, own in _by_worker(batch, lambda each: each.execution.task.worker_id).items():
             self._settle(worker_id, own)
         for _ in batch:
             self._ended.popleft()
         self._is_resending = False
+        self._most = min(self._most * 2, LARGEST_BATCH)
         self.on_settled()
+
+    def _next_batch(self) -> list[Ended]:
+        batch: list[Ended] = []
+        size = 0
+        for each in itertools.islice(self._ended, self._most):
+            size += len(each.settlement.result or "") + len(
+                each.settlement.problem.text if each.settlement.problem else ""
+            )
+            if batch and size > LARGEST_BATCH_CHARACTERS:
+                break
+            batch.append(each)
+        return batch
 
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
         executions = {each.execution for each in batch}
@@ -101,14 +125,28 @@ class Finisher:
         statement = self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
         try:
             settled = set(self._session.run(statement))
+        except psycopg.errors.LockNotAvailable:
+            self._settle_unlocked(worker_id, batch)
+            return
         except psycopg.Error as error:
             if not is_about_rows(error):
                 self._is_resending = is_connection_lost(error)
+                self._most = max(self._most // 2, 1)  # it may have been too much for the time that there is
                 raise
             self._settle_apart(worker_id, batch, error)
             return
         self._tell_lost(batch, settled)
         self._buffer.settled(executions)
+
+    def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
+        """Somebody holds a row of the batch: the others do not wait for it."""
+        free = set(self._session.run(self._statements.unlocked([each.execution.id for each in batch])))
+        blocked = [each for each in batch if each.execution.id not in free]
+        log.warning("finish.blocked", tasks=[str(each.execution.id) for each in blocked[:5]], hint="who holds the row?")
+        self._blocked += blocked
+        self._blocked_until = time.monotonic() + BLOCKED_PAUSE_SECONDS
+        if len(blocked) < len(batch):
+            self._settle(worker_id, [each for each in batch if each.execution.id in free])
 
     def _settle_apart(self, worker_id: str, batch: Sequence[Ended], error: psycopg.Error) -> None:
         """Something in the batch cannot be written: halve it until it is alone, then write what can be."""
@@ -119,16 +157,15 @@ class Finisher:
             return
         alone = batch[0]
         reason = error.diag.message_primary or type(error).__name__
-        log.error("finish.refused", task=alone.execution.task.name, task_id=alone.execution.id, reason=reason)
-        if alone.settlement.problem is not None and alone.settlement.problem.code == "UNSTORABLE":
-            raise error
-        unstorable = Problem("UNSTORABLE", reason, f"Unstorable: PostgreSQL refused the outcome: {reason}")
-        is_final = alone.settlement.due_at is None
-        state = State.FAILED if alone.settlement.state == State.COMPLETED or is_final else alone.settlement.state
-        settlement = Settlement(
-            state, alone.settlement.outcome and "FAILED", due_at=alone.settlement.due_at, problem=unstorable
-        )
-        self._settle(worker_id, [Ended(alone.execution, settlement, alone.finished_at)])
+        task = alone.execution.task
+        log.error("finish.refused", task=task.name, task_id=task.id, reason=reason)
+        if alone.settlement.problem is not None and alone.settlement.problem.code == UNSTORABLE:
+            log.error(
+                "finish.given_up", task=task.name, task_id=task.id, consequence="it is recovered when its lock passes"
+            )
+            self._buffer.settled([alone.execution])
+            return
+        self._settle(worker_id, [replace(alone, settlement=_without_what_was_refused(alone.settlement, reason))])
 
     def _tell_lost(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
         """After a lost connection nothing was written the second time because it was the first."""
@@ -156,8 +193,21 @@ class Finisher:
         self.is_resting = True
         started = [each.started for each in self._buffer.executing() if not each.is_marked and each.has_begun]
         if not started:
-            return None
+            return max(self._blocked_until - time.monotonic(), 0.001) if self._blocked else None
         return max(min(started) + MARK_AFTER_SECONDS - time.monotonic(), 0.001)
+
+
+def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement:
+    problem = Problem(UNSTORABLE, storable(reason), f"Unstorable: PostgreSQL refused the outcome: {storable(reason)}")
+    is_completed = settlement.state == State.COMPLETED
+    return replace(
+        settlement,
+        state=State.FAILED if is_completed else settlement.state,
+        outcome="FAILED" if is_completed else settlement.outcome,
+        result=None,
+        problem=problem,
+        failed_reason=None,
+    )
 
 
 def _by_worker(items: Sequence[T], worker_id: Callable[[T], str]) -> dict[str, list[T]]:

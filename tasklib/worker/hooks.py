@@ -6,6 +6,7 @@ Sync hooks run before the first task, in the thread that starts the worker; asyn
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ _on_stop: list[Callable[[], Any]] = []
 
 
 def on_worker_start(hook: Hook) -> Hook:
-    """Called once in each worker process before it takes its first task. An error keeps the worker from starting."""
+    """Called once before a worker takes its first task. An error keeps the worker from starting."""
     _on_start.append(hook)
     return hook
 
@@ -32,22 +33,23 @@ def on_worker_stop(hook: Hook) -> Hook:
     return hook
 
 
-def run_start_hooks(loop: CoroutineRunner) -> None:
+def run_start_hooks(loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:
     for hook in _on_start:
-        _run(hook, loop)
+        _run(hook, loop, gives_up)
 
 
-def run_stop_hooks(loop: CoroutineRunner) -> None:
-    """All of them, whatever one raises."""
+def run_stop_hooks(loop: CoroutineRunner, seconds: float) -> None:
+    """All of them, whatever one raises, within this time each."""
     for hook in reversed(_on_stop):
+        deadline = time.monotonic() + seconds
         try:
-            _run(hook, loop)
+            _run(hook, loop, lambda deadline=deadline: time.monotonic() > deadline)  # type: ignore[misc]
         except Exception:  # noqa: BLE001 - the hook is the user's
             log.exception("hook.failed", hook=getattr(hook, "__qualname__", repr(hook)))
 
 
-def _run(hook: Callable[[], Any], loop: CoroutineRunner) -> None:
+def _run(hook: Callable[[], Any], loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:
     if inspect.iscoroutinefunction(hook):
-        loop.run(hook)
+        loop.run(hook, gives_up)
     else:
         hook()

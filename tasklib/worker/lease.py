@@ -117,7 +117,7 @@ class Lease:
         self._register()
 
     def _extend(self) -> None:
-        """For what is held since half of its lock, once; the answer moves `claimed_at` on."""
+        """For what has been held for half of its lock."""
         half = self._lock_seconds / 2
         now = self._clock.now()
         due = [each for each in self._buffer.held() if (now - each.locked_since).total_seconds() > half]

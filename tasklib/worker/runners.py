@@ -7,13 +7,17 @@ into an Outcome, and reports it. User code that blocks its thread or its loop bl
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
+import functools
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from tasklib.errors import InvalidArguments, TaskNotRegistered
+from tasklib.errors import TaskNotRegistered
+from tasklib.log import log
 from tasklib.outcomes import (
     Cancel,
     CancelInterrupt,
@@ -23,6 +27,7 @@ from tasklib.outcomes import (
     Fail,
     Failed,
     Interrupted,
+    Problem,
     Retry,
     Snooze,
     Snoozed,
@@ -35,7 +40,7 @@ from tasklib.worker.problems import problem_of
 from tasklib.worker.results import encode_result
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from tasklib.options import TaskOptions
     from tasklib.outcomes import Outcome
@@ -43,14 +48,45 @@ if TYPE_CHECKING:
     from tasklib.worker.execution import Execution
 
 
-def arguments_of(execution: Execution) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if execution.function is None:
-        raise TaskNotRegistered(f"no task function is called {execution.task.name!r} in this worker")
-    return execution.function.arguments.decode(execution.claimed.args, execution.claimed.kwargs)
+def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
+    """The function with its arguments; or why it cannot be called. To try again would not help: the row, or this
+    program, has to be changed first.
+    """
+    function = execution.function
+    if function is None:
+        missing = TaskNotRegistered(f"no task function is called {execution.task.name!r} in this worker")
+        return Failed(problem_of(missing, code="UNKNOWN_TASK"), may_retry=False)
+    try:
+        args, kwargs = function.arguments.decode(execution.claimed.args, execution.claimed.kwargs)
+    except Exception as error:  # noqa: BLE001 - a validator of the user's may raise anything
+        return Failed(problem_of(error, code="INVALID_ARGUMENTS"), may_retry=False)
+    return functools.partial(function.function, *args, **kwargs)
+
+
+def completed(execution: Execution, value: object) -> Completed:
+    return Completed(encode_result(execution.task, value) if execution.claimed.store_result else None)
+
+
+def refuse_unfinished(value: object) -> object:
+    """What still has to be run, has not been run."""
+    if inspect.iscoroutine(value):
+        value.close()
+    if inspect.isawaitable(value) or inspect.isasyncgen(value) or inspect.isgenerator(value):
+        raise Fail(
+            f"it returned a {type(value).__name__}, of which nothing has run: is there a decorator over an async def?"
+        )
+    return value
 
 
 def outcome_of(execution: Execution, error: BaseException) -> Outcome:
-    """What an exception from a task function means."""
+    """What an exception from a task function means. Also one that cannot be looked at is an outcome."""
+    try:
+        return _meaning(execution, error)
+    except Exception as broken:  # noqa: BLE001 - an exception's own properties may raise
+        return Failed(Problem("UNREADABLE_ERROR", type(broken).__name__, f"{type(error).__qualname__}: (unreadable)"))
+
+
+def _meaning(execution: Execution, error: BaseException) -> Outcome:
     options = execution.function.task_options if execution.function is not None else None
     codes = options.error_codes if options is not None else None
     match error:
@@ -81,12 +117,6 @@ def _may_retry(error: BaseException, options: TaskOptions | None) -> bool:
     if options is None or isinstance(error, options.no_retry_on):
         return False
     return options.retry_on is None or isinstance(error, options.retry_on)
-
-
-def unrunnable(error: InvalidArguments | TaskNotRegistered) -> Failed:
-    """Trying again would not help: the row, or this program, has to be changed first."""
-    code = "INVALID_ARGUMENTS" if isinstance(error, InvalidArguments) else "UNKNOWN_TASK"
-    return Failed(problem_of(error, code=code), may_retry=False)
 
 
 def bind_log_context(execution: Execution) -> None:
@@ -120,35 +150,38 @@ class ThreadRunner(Runner):
         """Enough threads for what waits."""
         for _ in range(self._buffer.threads_wanted(len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"tasklib-run-{len(self._threads) + 1}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _work(self) -> None:
         seat = ThreadSeat()
         while (execution := self._buffer.wait_and_take()) is not None:
-            self._report(execution, self._context.copy().run(self._execute, execution, seat))
+            outcome = self._context.copy().run(self._execute, execution, seat)
+            seat.stand_up()  # an interrupt may have come in the way of the first time
+            self._report(execution, outcome)
 
     def _execute(self, execution: Execution, seat: ThreadSeat) -> Outcome:
+        """Nothing may escape: the thread, its slot and its task would be lost."""
+        try:
+            return self._begin_and_call(execution, seat)
+        except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the worker's thread
+            return outcome_of(execution, error)
+
+    def _begin_and_call(self, execution: Execution, seat: ThreadSeat) -> Outcome:
         if not self._begin(execution):
             return Expired()
-        try:
-            args, kwargs = arguments_of(execution)
-        except (InvalidArguments, TaskNotRegistered) as error:
-            return unrunnable(error)
-        assert execution.function is not None  # noqa: S101 - arguments_of has looked
+        call = prepared_call(execution)
+        if isinstance(call, Failed):
+            return call
         bind_log_context(execution)
         execution.inside = seat
         try:
-            try:
-                seat.sit_down()
-                if execution.interrupt_kind is not None:
-                    raise execution.interrupt_kind
-                value = execution.function.function(*args, **kwargs)
-            finally:
-                seat.stand_up()
-            return Completed(encode_result(execution.task, value) if execution.claimed.store_result else None)
-        except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the worker's thread
-            return outcome_of(execution, error)
+            seat.sit_down(execution)
+            if execution.interrupt_kind is not None:
+                raise execution.interrupt_kind
+            return completed(execution, refuse_unfinished(call()))
+        finally:
+            seat.stand_up()
 
 
 class CoroutineRunner(Runner):
@@ -160,6 +193,7 @@ class CoroutineRunner(Runner):
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
         self._is_filling = False
+        self._is_stopping = False
 
     def start(self) -> None:
         self._thread.start()
@@ -169,30 +203,46 @@ class CoroutineRunner(Runner):
             self._is_filling = True  # one call is enough for all that comes until it runs
             self._loop.call_soon_threadsafe(self._fill)
 
-    def run(self, work: Callable[[], Awaitable[Any]]) -> None:
+    def run(self, work: Callable[[], Awaitable[Any]], gives_up: Callable[[], bool]) -> None:
         """For the worker's hooks: what they open belongs to the tasks' own loop."""
 
         async def awaited() -> None:
             await work()
 
-        asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+        while not future.done():
+            if gives_up():
+                future.cancel()
+                raise TimeoutError("the hook did not end in time")
+            concurrent.futures.wait([future], timeout=0.05)
+        future.result()
 
     def stop(self, seconds: float) -> bool:
         """False: the loop is blocked by a task that does not end."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._is_stopping = True
+        if self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_stopping:
+                self._run_forever()
             for left in asyncio.all_tasks(self._loop):
                 left.cancel()
             self._loop.run_until_complete(_gathered(asyncio.all_tasks(self._loop)))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+    def _run_forever(self) -> None:
+        """Until it is told to stop: not when a task calls loop.stop(), or what it has started calls sys.exit()."""
+        try:
+            self._loop.run_forever()
+        except BaseException:  # noqa: BLE001 - see above
+            log.exception("loop.interrupted")
 
     def _fill(self) -> None:
         self._is_filling = False
@@ -216,15 +266,11 @@ class CoroutineRunner(Runner):
 
     async def _outcome(self, execution: Execution) -> Outcome:
         try:
-            args, kwargs = arguments_of(execution)
-        except (InvalidArguments, TaskNotRegistered) as error:
-            return unrunnable(error)
-        assert execution.function is not None  # noqa: S101 - arguments_of has looked
-        bind_log_context(execution)
-        try:
-            coroutine: Coroutine[Any, Any, Any] = execution.function.function(*args, **kwargs)
-            value = await coroutine
-            return Completed(encode_result(execution.task, value) if execution.claimed.store_result else None)
+            call = prepared_call(execution)
+            if isinstance(call, Failed):
+                return call
+            bind_log_context(execution)
+            return completed(execution, await call())
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the loop
             return outcome_of(execution, error)
 

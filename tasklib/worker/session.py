@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONFLICT_TRIES = 5
+_LOST_PREPARED = frozenset({"26000", "42P05"})  # a pooler gave us another server connection
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         self._timeout_seconds = timeout_seconds or config.database_timeout_seconds
         self._conn: BoundedConnection | None = None
         self._connected_at = math.inf
+        self._is_pooled = False
         self.connections = 0  # how often it has connected: who remembers the number can tell a new connection
 
     def run(self, statement: Statement[T]) -> T:
@@ -72,7 +74,7 @@ class Session:
         try:
             return send(conn, [statement])[0]
         except psycopg.Error as error:
-            if conn.closed or is_connection_lost(error):
+            if conn.closed or is_connection_lost(error) or error.sqlstate in _LOST_PREPARED:
                 self.close()
             raise
         finally:
@@ -86,6 +88,9 @@ class Session:
                 raise
             log.info("pooler.found", consequence="planner settings cannot be sent")
             self._dsn = without_planner_settings(self._dsn)
+            self._is_pooled = True
             conn = BoundedConnection.connect(self._dsn, autocommit=True)
+        if self._is_pooled:
+            conn.prepare_threshold = None  # the next transaction may be another server connection's
         prepare_connection(conn)
         return conn

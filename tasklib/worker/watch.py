@@ -23,16 +23,18 @@ class Watch:
         self.next_at = math.inf  # monotonic: who starts a task that ends before has to wake us
 
     def run_once(self) -> float | None:
+        self.next_at = math.inf  # what begins from here on wakes us
         now = time.monotonic()
         executing = self._buffer.executing()
         if executing and now >= self._lease.valid_until:
             self._fence(executing)
         for each in executing:
             self._check(each, now)
-        self.next_at = min((self._next(each, now) for each in executing), default=math.inf)
+        next_at = min((self._next(each, now) for each in executing), default=math.inf)
         if executing and now < self._lease.valid_until:
-            self.next_at = min(self.next_at, self._lease.valid_until)
-        return None if math.isinf(self.next_at) else max(self.next_at - time.monotonic(), 0.001)
+            next_at = min(next_at, self._lease.valid_until)
+        self.next_at = next_at
+        return None if math.isinf(next_at) else max(next_at - time.monotonic(), 0.001)
 
     def _fence(self, executing: list[Execution]) -> None:
         """Others may be given these tasks at any moment: they must stop. What had ended is kept, with its token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -126,16 +127,20 @@ class TaskWorker:
                 work()
             except BaseException as raised:  # noqa: BLE001 - handed to who awaits
                 error = raised
-            loop.call_soon_threadsafe(tell, error)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody awaits any more
+                loop.call_soon_threadsafe(tell, error)
 
         context = contextvars.copy_context()  # a thread has none of its own
         threading.Thread(target=context.run, args=[run], name="tasklib-worker", daemon=True).start()
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            self.stop()
-            await asyncio.shield(ended)
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not ended.done():
+            try:
+                await asyncio.shield(ended)
+            except asyncio.CancelledError as error:  # a second one ends the grace
+                cancelled = error
+                self.stop()
+        if cancelled is not None:
+            raise cancelled
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -143,16 +148,34 @@ class TaskWorker:
         thread. A second one ends the grace.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        owns = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        owns = is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _on_signal)
         if not is_main or not (owns if self._handle_signals is None else self._handle_signals):
             yield
             return
-        previous = {each: signal.signal(each, lambda *_: self.stop()) for each in (signal.SIGINT, signal.SIGTERM)}
+        previous = {} if _signalled else {each: signal.signal(each, _on_signal) for each in _SIGNALS}
+        _previous.update(previous)
+        _signalled[self] = os.getpid()
         try:
             yield
         finally:
-            for each, handler in previous.items():
-                signal.signal(each, handler)
+            del _signalled[self]
+            if not _signalled:
+                for each, handler in _previous.items():
+                    signal.signal(each, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_previous: dict[signal.Signals, Any] = {}
+_signalled: dict[TaskWorker, int] = {}  # the workers of this process that drain at a signal
+
+
+def _on_signal(signum: int, _frame: object) -> None:
+    own = [worker for worker, pid in _signalled.items() if pid == os.getpid()]
+    for worker in own:
+        worker.stop()
+    if not own:  # a child that a task forked: it is to die of it
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
 
 
 def _check(config: Any, concurrency: Any, poll: Any, buffer_size: Any, grace: Any) -> None:
@@ -173,6 +196,7 @@ def _check(config: Any, concurrency: Any, poll: Any, buffer_size: Any, grace: An
 def _checked_queues(queues: Any) -> list[str] | None:
     if queues is None:
         return None
+    queues = queues if isinstance(queues, str) else list(queues)
     if isinstance(queues, str) or not all(isinstance(queue, str) for queue in queues):
         raise InvalidOptions(f"queues must be a list of names, got {queues!r}")
     if not queues:
@@ -185,4 +209,7 @@ def _names(tasks: Any) -> list[str] | None:
         return None
     if isinstance(tasks, str):
         raise InvalidOptions(f"tasks must be a list of task functions or names, got {tasks!r}")
-    return [each.name if isinstance(each, TaskFunction) else default_registry.get(each).name for each in tasks]
+    names = [each.name if isinstance(each, TaskFunction) else default_registry.get(each).name for each in tasks]
+    if not names:
+        raise InvalidOptions("tasks is empty: leave it out for every registered one")
+    return names

@@ -361,13 +361,19 @@ def test_what_waits_long_behind_busy_slots_goes_back(clock: Clock) -> None:
     assert buffer.room(None) == 0, "a worker of such long tasks holds none ahead"
 
 
-def test_what_has_a_free_slot_is_not_hoarded(clock: Clock) -> None:
-    """It is about to start."""
+def test_what_does_not_start_though_a_slot_is_free_goes_back(clock: Clock) -> None:
+    """Its loop is blocked, or its thread did not start: another worker may run it. One more is tried, not all."""
     buffer = open_buffer(3)
-    buffer.add(executions(2))
-    assert buffer.take(is_coroutine=False) is not None
-    clock.seconds += 100
+    waiting = executions(2)
+    buffer.add(waiting)
+    first = buffer.take(is_coroutine=False)
+    assert first is not None
     assert buffer.hoarded() == []
+    clock.seconds += 100
+    assert buffer.hoarded() == [each for each in waiting if each is not first]
+    assert buffer.room(None) == 1
+    buffer.done(first, 1.0)
+    assert buffer.room(None) == 3
 
 
 def test_each_take_proves_that_slots_get_free(clock: Clock) -> None:

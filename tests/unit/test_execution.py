@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import unittest.mock
 from typing import TYPE_CHECKING, Any
 
 from tasklib.outcomes import TimeoutInterrupt
-from tasklib.worker.execution import ThreadSeat, _set_async_exception
+from tasklib.worker.execution import ThreadSeat, _raise_in_thread
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def test_an_exception_lands_in_the_function() -> None:
 
     def work() -> str:
         seat = ThreadSeat()
-        seat.sit_down()
+        seat.sit_down(1)
         seats.append(seat)
         while True:
             threading.Event().wait(0.001)
@@ -42,7 +43,7 @@ def test_an_exception_lands_in_the_function() -> None:
     thread = Thread(work)
     thread.start()
     wait_until(lambda: bool(seats), "inside")
-    seats[0].interrupt(TimeoutInterrupt)
+    seats[0].interrupt(TimeoutInterrupt, 1)
     thread.join(20)
     assert isinstance(thread.outcome, TimeoutInterrupt)
 
@@ -56,7 +57,7 @@ class LateException:
     def __enter__(self) -> None:
         self.taken += 1
         if self.taken == 1:
-            _set_async_exception(threading.get_ident(), TimeoutInterrupt)
+            _raise_in_thread(threading.get_ident(), TimeoutInterrupt)
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -67,7 +68,7 @@ def test_an_exception_that_lands_after_the_function_is_swallowed() -> None:
 
     def work() -> str:
         seat = ThreadSeat()
-        seat.sit_down()
+        seat.sit_down(1)
         seat._lock = lock  # type: ignore[assignment]
         seat.stand_up()
         return "fine"
@@ -85,7 +86,7 @@ def test_nobody_is_hit_who_does_not_sit_there() -> None:
 
     def work() -> str:
         seat = ThreadSeat()
-        seat.sit_down()
+        seat.sit_down(1)
         seat.stand_up()
         seats.append(seat)
         while not go_on.is_set():
@@ -95,7 +96,42 @@ def test_nobody_is_hit_who_does_not_sit_there() -> None:
     thread = Thread(work)
     thread.start()
     wait_until(lambda: bool(seats), "done")
-    seats[0].interrupt(TimeoutInterrupt)
+    seats[0].interrupt(TimeoutInterrupt, 1)
     go_on.set()
     thread.join(20)
     assert thread.outcome == "fine"
+
+
+def test_nothing_is_left_on_its_way() -> None:
+    """Sent, and swallowed by the function: what comes next in the same thread is not disturbed, nor slowed down."""
+    seats: list[ThreadSeat] = []
+
+    def work() -> str:
+        seat = ThreadSeat()
+        for _ in range(20):
+            seat.sit_down(1)
+            seats.append(seat)
+            try:
+                while seats:
+                    threading.Event().wait(0.0001)
+            except TimeoutInterrupt:
+                seats.clear()  # swallowed
+            seat.stand_up()
+            assert not seat._was_sent
+        return "fine"
+
+    thread = Thread(work)
+    thread.start()
+    while thread.is_alive():
+        for seat in seats[:]:
+            seat.interrupt(TimeoutInterrupt, 1)
+    assert thread.outcome == "fine"
+
+
+def test_ordinary_tasks_do_not_touch_the_interpreter() -> None:
+    """Only an interrupt does: to clear one that was never sent would slow down every thread from then on."""
+    with unittest.mock.patch("tasklib.worker.execution._raise_in_thread") as touched:
+        seat = ThreadSeat()
+        seat.sit_down(1)
+        seat.stand_up()
+    touched.assert_not_called()
