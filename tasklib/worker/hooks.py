@@ -41,11 +41,15 @@ def run_start_hooks(loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None
 def run_stop_hooks(loop: CoroutineRunner, seconds: float) -> None:
     """All of them, whatever one raises, within this time each."""
     for hook in reversed(_on_stop):
-        deadline = time.monotonic() + seconds
         try:
-            _run(hook, loop, lambda deadline=deadline: time.monotonic() > deadline)  # type: ignore[misc]
+            _run(hook, loop, _after(seconds))
         except Exception:  # noqa: BLE001 - the hook is the user's
             log.exception("hook.failed", hook=getattr(hook, "__qualname__", repr(hook)))
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() > deadline
 
 
 def _run(hook: Callable[[], Any], loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:
