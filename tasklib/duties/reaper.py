@@ -31,7 +31,7 @@ class Reaper:
         self._session = session
         self._statements = statements
         self._lease_seconds = config.lease_seconds
-        self._pause_seconds = min(config.lease_seconds / 10, 1.5)
+        self._pause_seconds = min(config.lease_seconds / 15, 1.0)
         self._rules = Rules(bury_after=config.bury_after, timeout_delta_seconds=config.timeout_delta_seconds)
 
     def run_once(self) -> float | None:

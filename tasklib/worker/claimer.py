@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tasklib.worker.session import Session
 
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
+SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
 NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
 CLAIM_LIMIT = 1_000
 LATE_COMMIT_SECONDS = 10.0  # a claim that was given up may still commit: it is looked for once more
@@ -108,6 +109,7 @@ class Claimer:
         self._promote_at = 0.0
         self._compare_at = math.inf
         self._no_suspects_until = 0.0
+        self._suspects_at = 0.0
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
 
@@ -163,16 +165,23 @@ class Claimer:
         """Another queue first each time: a full one must not keep the others waiting."""
         self._turn += 1
         first = self._turn % max(len(queues), 1)
+        is_open_to_suspects = self._is_open_to_suspects()
         claimed = 0
         for queue in [*queues[first:], *queues[:first]]:
+            if is_open_to_suspects and claimed < room:
+                taken = self._claim(queue, 1, suspects=True)
+                claimed += len(taken)
+                if any(task.held.suspect for task in taken):
+                    return room  # no more beside it
+                if not taken:
+                    continue
             if claimed < room:
-                claimed += self._claim(queue, room - claimed)
+                claimed += len(self._claim(queue, room - claimed, suspects=False))
         return claimed
 
-    def _claim(self, queue: str, room: int) -> int:
-        takes_suspects = time.monotonic() > self._no_suspects_until
+    def _claim(self, queue: str, limit: int, *, suspects: bool) -> list[ClaimedTask]:
         names = self._menu.names()
-        statement = self._statements.claim(self._lease.worker_id, queue, names, room, suspects=takes_suspects)
+        statement = self._statements.claim(self._lease.worker_id, queue, names, limit, suspects=suspects)
         try:
             tasks = self._session.run(statement)
         except psycopg.Error:
@@ -182,7 +191,17 @@ class Claimer:
         if tasks:
             self._clock.set(tasks[0].claimed_by_clock)
             self._add(tasks)
-        return len(tasks)
+        return tasks
+
+    def _is_open_to_suspects(self) -> bool:
+        """One at a time, by who has nothing else to do; now and then also by who has, or under a steady load nobody
+        would. What waits for company to end holds up everything behind it.
+        """
+        now = time.monotonic()
+        if now <= self._no_suspects_until or (now < self._suspects_at and not self._buffer.is_idle()):
+            return False
+        self._suspects_at = now + SUSPECTS_EVERY_SECONDS
+        return True
 
     def _add(self, tasks: Sequence[ClaimedTask]) -> None:
         for late in self._buffer.add([self._menu.execution(task) for task in tasks]):

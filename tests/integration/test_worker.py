@@ -740,6 +740,33 @@ def test_a_suspect_runs_alone(client: tasklib.Client, conn: Conn, config: taskli
     assert {task.state for task in client.list_tasks(limit=100)} == {"completed"}
 
 
+def test_a_suspect_does_not_keep_others_waiting_behind_it(
+    client: tasklib.Client, conn: Conn, config: tasklib.Config
+) -> None:
+    """An idle worker takes one suspect and nothing beside it: what would wait behind it is left to other workers."""
+    began, release = threading.Event(), threading.Event()
+
+    @tasklib.task
+    def slow() -> None:
+        began.set()
+        release.wait(20)
+
+    other = tasklib.task(name="other")(lambda: None)
+    suspects = client.submit_many([slow.options(priority=1).new() for _ in range(2)])
+    others = client.submit_many([other.new() for _ in range(5)])
+    conn.execute("update tasklib.tasks set suspect = true where id = any(%s)", [suspects])
+    with running(config, concurrency=4):
+        assert began.wait(20)
+        held = conn.execute("select id from tasklib.tasks where worker_id is not null").fetchall()
+        assert held == [(suspects[0],)]
+        with running(config, tasks=[other]):
+            for task_id in others:
+                wait_final(client, task_id)
+        release.set()
+        for task_id in suspects:
+            wait_final(client, task_id)
+
+
 def test_what_must_not_run_twice_is_marked_before_its_first_line(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:
