@@ -42,7 +42,8 @@ def running(config: tasklib.Config, **options: Any) -> Iterator[TaskWorker]:
         wait_until(lambda: bool(raised) or is_listening(worker), "the worker to start")
         yield worker
     finally:
-        worker.stop()
+        if not worker._stop_asked.is_set():  # a second time would end the grace
+            worker.stop()
         thread.join(60)
         assert not thread.is_alive(), "the worker did not stop"
         if raised:

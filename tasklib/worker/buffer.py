@@ -61,8 +61,8 @@ class Buffer:
     def room(self, fixed: int | None) -> int:
         """How many more to claim. Not before half of what is held ahead is used up: claims are cheaper in batches."""
         with self._lock:
-            if not self._is_open or self._suspect_is_next():
-                return 0
+            if not self._is_open or self._suspect_is_next() or self._suspect_executes():
+                return 0  # what would come has to wait
             held = len(self._executing) + self._waiting_count()
             if self._is_stuck:
                 return 1 if held == len(self._executing) < self.concurrency else 0

@@ -519,7 +519,9 @@ def test_an_error_in_a_failure_is_kept(
 
 def test_a_young_server_declares_nobody_dead(conn: Conn, config: tasklib.Config) -> None:
     """It may just have come back, and nobody could renew while it was away."""
-    patient = ManualWorker(tasklib.Config(config.database_url, lease_seconds=3600), "patient")
+    patient = ManualWorker(
+        tasklib.Config(config.database_url, lease_seconds=3600, lock_timeout_seconds=86400), "patient"
+    )
     kill(conn, patient)
     assert patient.session.run(patient.statements.declare_dead()) == []
     assert patient.renew() is True
