@@ -730,7 +730,7 @@ def test_a_suspect_runs_alone(client: tasklib.Client, conn: Conn, config: taskli
             executing.discard(key)
 
     client.submit_many([watched.new(key=str(n)) for n in range(20)])
-    suspect = client.submit(watched.options(priority=-1).new(key="suspect"))
+    suspect = client.submit(watched.options(priority=10).new(key="suspect"))
     client.submit_many([watched.options(priority=-2).new(key=str(n)) for n in range(20, 40)])
     conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
     TaskWorker(config, concurrency=4).run_until_empty_sync()
