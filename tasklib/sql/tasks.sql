@@ -90,7 +90,7 @@ limit $8::integer;
 -- One queue a statement: `queue = any(...)` loses the index order. `id = any(array(...))` and not a join: joined to a
 -- CTE, the planner preferred a hash join with a scan of the whole table (5.8k tasks/s against 23k). It comes back in no
 -- order: the worker sorts. The claim itself is noted in the same statement, for the reaper and for the worker, should
--- the answer be lost. A worker that cannot be alone soon takes no suspects ($4).
+-- the answer be lost. A worker that has other work takes no suspects ($4).
 -- Without statistics the planner would rather read and sort the whole backlog (20,000 pages for a hundred tasks at a
 -- million rows, against 1,350): three guesses in a row come to a handful of rows, for which the order of the index seems
 -- not worth its while. One CASE counts as one half, and a limit from a subselect as a tenth, in every kind of plan.
@@ -158,8 +158,8 @@ with given as (
     select *
       from jsonb_to_recordset($2::jsonb) as each (
         id uuid, token bigint, seen text, state text, began boolean, outcome text, due_at timestamptz,
-        scheduled_at timestamptz, started_at timestamptz, finished_at timestamptz, result jsonb, error text, error_code text,
-        error_message text, failed_reason text, is_retry boolean, is_crash boolean, is_strike boolean, suspect boolean)
+        scheduled_at timestamptz, started_at timestamptz, finished_at timestamptz, result jsonb, error text,
+        error_code text, error_message text, failed_reason text, is_retry boolean, is_crash boolean, is_strike boolean, suspect boolean)
      where token between 1 and 9223372036854775807
 ), settled as (
     update tasklib.tasks as task
@@ -194,8 +194,8 @@ with given as (
      where task.id = given.id and task.fencing_token = given.token and task.worker_id = $1::text
        and task.state in ('claimed', 'running') and task.state = coalesce(given.seen, task.state)
     returning task.id, task.queue, task.attempt, task.fencing_token, task.started_at, task.ready, task.due_at,
-              task.completed_at is null as goes_on, given.began, given.outcome, given.finished_at, given.error_code, given.error_message,
-              given.failed_reason
+              task.completed_at is null as goes_on, given.began, given.outcome, given.finished_at, given.error_code,
+              given.error_message, given.failed_reason
 ), attempts as (
     insert into tasklib.task_attempts (
         task_id, fencing_token, started_at, finished_at, attempt, worker_pid, will_retry, outcome, worker_id,

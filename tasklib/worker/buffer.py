@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LARGEST_BUFFER = 1_000
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
-HOARD_SECONDS = 0.5  # what has waited so long behind busy slots goes back to the queue
+HOARD_SECONDS = 0.5  # when nothing has started for so long, what waits goes back to the queue
 LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty
 
 
@@ -198,8 +198,8 @@ class Buffer:
     def remove_waiting(self, executions: Iterable[Execution]) -> list[Execution]:
         """Those of them that have not started."""
         with self._lock:
-            wanted = set(executions)
-            removed = self._pop([each for each in self._all_waiting() if each in wanted])
+            named = set(executions)
+            removed = self._pop([each for each in self._all_waiting() if each in named])
         if removed:
             self._freed(by=None)
         return removed
@@ -226,12 +226,11 @@ class Buffer:
             return not self._unsettled
 
     def _freed(self, *, by: Execution | None) -> None:
-        """Something may start that could not. A thread that has just ended a task takes the next one by itself."""
+        """Something may start that could not. The loop that has just ended a task takes the next one by itself."""
         with self._lock:
             is_short = bool(self._careful) or self._is_short()
             pokes_loop = bool(self._waiting[True] or self._admitted[True]) and not (by is not None and by.is_coroutine)
-            if by is None or by.is_coroutine or by.task.suspect or self._idle_threads:
-                self._changed.notify_all()
+            self._changed.notify_all()
         if is_short:
             self.on_free()
         if pokes_loop:

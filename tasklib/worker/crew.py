@@ -15,7 +15,7 @@ from tasklib.duties.promoter import Promoter
 from tasklib.duties.reaper import Reaper
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log, logger
-from tasklib.outcomes import Interrupted, Rules, Settlement, StopInterrupt, decide
+from tasklib.outcomes import CancelInterrupt, Interrupted, Rules, Settlement, StopInterrupt, decide
 from tasklib.retry import Exponential
 from tasklib.statements import WorkerStatements
 from tasklib.states import State
@@ -24,7 +24,7 @@ from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
 from tasklib.worker.finisher import Finisher
 from tasklib.worker.hooks import run_start_hooks, run_stop_hooks
-from tasklib.worker.lease import Lease, cancel_execution
+from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
 from tasklib.worker.runners import CoroutineRunner, ThreadRunner
@@ -60,7 +60,6 @@ class Crew:
         self.stop_asked = stop_asked
         self.hurry = threading.Event()
         self._config = config
-        self._menu = menu
         self._settled = threading.Event()
         self._database = Database(config)
         statements = WorkerStatements(config)
@@ -171,7 +170,8 @@ class Crew:
     def _cancel_held(self, execution: Execution) -> None:
         if execution.task.cancel_asked_at is not None:
             return
-        cancel_execution(execution, self._clock)
+        execution.ask_to_cancel(self._clock.now())
+        execution.interrupt(CancelInterrupt)
         for waiting in self.buffer.remove_waiting([execution]):
             self.report(waiting, Interrupted(began=waiting.is_marked, ran=False))
 
@@ -307,7 +307,7 @@ class _Rota:
 def _tell(task: HeldTask, settlement: Settlement, seconds: float) -> None:
     """The one line at the end of an attempt. Arguments and results are never in it."""
     word = (settlement.outcome or ("released" if settlement.state == State.PENDING else settlement.state)).lower()
-    tell = log.warning if settlement.problem is not None and settlement.state != "cancelled" else log.info
+    tell = log.warning if settlement.problem is not None and settlement.state != State.CANCELLED else log.info
     tell(
         f"task.{word}", task=task.name, task_id=task.id, queue=task.queue, attempt=task.attempt + 1,
         seconds=round(seconds, 4), state=str(settlement.state), worker_id=task.worker_id,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from tasklib.log import log
-from tasklib.outcomes import CancelInterrupt
 from tasklib.statements import WorkerDescription
 
 if TYPE_CHECKING:
@@ -136,8 +135,3 @@ class Lease:
 
     def _new_id(self) -> str:
         return f"{self._name}-{uuid4()}"
-
-
-def cancel_execution(execution: Execution, clock: DatabaseClock) -> None:
-    execution.ask_to_cancel(clock.now())
-    execution.interrupt(CancelInterrupt)

@@ -12,7 +12,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import structlog
 
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from tasklib.outcomes import Outcome
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
+
+Begin: TypeAlias = "Callable[[Execution], bool]"
+Report: TypeAlias = "Callable[[Execution, Outcome], None]"
 
 
 def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
@@ -130,9 +133,7 @@ def bind_log_context(execution: Execution) -> None:
 class Runner:
     """Takes executions, begins them, reports how they ended; each in its own copy of the worker's context."""
 
-    def __init__(
-        self, buffer: Buffer, begin: Callable[[Execution], bool], report: Callable[[Execution, Outcome], None]
-    ) -> None:
+    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
         self._buffer = buffer
         self._begin = begin
         self._report = report
@@ -142,8 +143,8 @@ class Runner:
 class ThreadRunner(Runner):
     """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
+        super().__init__(buffer, begin, report)
         self._threads: list[threading.Thread] = []
 
     def provide(self) -> None:
@@ -187,8 +188,8 @@ class ThreadRunner(Runner):
 class CoroutineRunner(Runner):
     """An event loop in a thread of its own. It takes from the buffer by itself, as slots get free."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
+        super().__init__(buffer, begin, report)
         self._loop = asyncio.new_event_loop()
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)

@@ -19,6 +19,7 @@ import structlog
 
 import tasklib
 from tasklib import TaskWorker
+from tasklib.duties.promoter import Promoter
 from tasklib.worker import buffer, hooks
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until
@@ -1077,3 +1078,46 @@ def test_what_expires_in_the_buffer_does_not_start(
         task = wait_final(client, task_id)
     assert (task.state, task.error_code, task.attempt) == ("expired", "EXPIRED", 0)
     assert ran == []
+
+
+def test_the_promoter_as_a_duty(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
+    """`run_once` promotes what is due, and says when to look again: at once, when the next is due, or in a second."""
+    worker = ManualWorker(config, "promoter", lives=False)
+    promoter = Promoter(worker.session, worker.statements)
+    assert promoter.run_once() == 1.0
+    task_id = client.submit_task("later", delay_seconds=0.5)
+    pause = promoter.run_once()
+    assert pause is not None
+    assert 0 < pause <= 0.5
+    conn.execute("update tasklib.tasks set due_at = now(), scheduled_at = now()")
+    assert promoter.run_once() == 0.0
+    assert get(client, task_id).ready
+    worker.close()
+
+
+@pytest.mark.usefixtures("_own_hooks")
+def test_a_start_hook_that_hangs_ends_with_the_stop(config: tasklib.Config) -> None:
+    """A stop does not wait for it."""
+    began = threading.Event()
+
+    @tasklib.on_worker_start
+    async def hang() -> None:
+        began.set()
+        await asyncio.sleep(3600)
+
+    worker = TaskWorker(config)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker.run_sync()
+        except TimeoutError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(20)
+    worker.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(raised) == 1
