@@ -182,6 +182,7 @@ class Claimer:
     def _claim(self, queue: str, limit: int, *, suspects: bool) -> list[ClaimedTask]:
         names = self._menu.names()
         statement = self._statements.claim(self._lease.worker_id, queue, names, limit, suspects=suspects)
+        asked_at = time.monotonic()
         try:
             tasks = self._session.run(statement)
         except psycopg.Error:
@@ -189,7 +190,7 @@ class Claimer:
             self._compare_at = time.monotonic() + LATE_COMMIT_SECONDS
             raise
         if tasks:
-            self._clock.set(tasks[0].claimed_by_clock)
+            self._clock.set(tasks[0].claimed_by_clock, asked_at)
             self._add(tasks)
         return tasks
 

@@ -91,7 +91,7 @@ class Lease:
             self.worker_id = self._new_id()
             self._register()
             return
-        self._clock.set(now)
+        self._clock.set(now, sent_at)
         self._is_registered = True
         self._valid_until = sent_at + self._seconds
         self.on_regained()
@@ -102,7 +102,7 @@ class Lease:
         if now is None:
             self._start_anew()
             return
-        self._clock.set(now)
+        self._clock.set(now, sent_at)
         was_valid = self.is_valid()
         self._valid_until = sent_at + self._seconds
         if not was_valid:
