@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -369,9 +370,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.claims: dict[int, ModelClaim] = {}
         self.clock = DatabaseClock()
         stage.conn.execute("delete from tasklib.tasks; delete from tasklib.claims; delete from tasklib.workers")
+        asked_at = time.monotonic()
         row = stage.conn.execute("select clock_timestamp()").fetchone()
         assert row is not None
-        self.clock.set(row[0])
+        self.clock.set(row[0], asked_at)
 
     @initialize(terms=st.lists(TERMS, min_size=2, max_size=5))
     def begin(self, terms: list[dict[str, Any]]) -> None:
