@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
 from psycopg import conninfo, errors
+from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_loads
 from pydantic_core import from_json
 
@@ -29,10 +30,12 @@ from tasklib.errors import (
 from tasklib.strict_json import MAX_NUMBER_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from tasklib.config import Config
+    from tasklib.statements import Statement
 
+T = TypeVar("T")
 RV = TypeVar("RV")
 CANCEL_SECONDS = 2.0
 
@@ -144,6 +147,25 @@ def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
             conn.doubt = diagnostic.message_primary or "no word from the synchronous standby"
 
     conn.add_notice_handler(notice)
+
+
+def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    results = []
+    # A cursor of ours: the caller's connection may have another placeholder style and row factory.
+    with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
+        for statement in statements:
+            cursor.execute(statement.sql, statement.parameters, binary=True)
+            results.append(statement.read(cursor.fetchall() if cursor.description else []))
+    return results
+
+
+async def send_async(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    results = []
+    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
+        for statement in statements:
+            await cursor.execute(statement.sql, statement.parameters, binary=True)
+            results.append(statement.read(await cursor.fetchall()))
+    return results
 
 
 def load_json(data: str | bytes) -> Any:

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
-from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from tasklib.borrowed import run_borrowed, run_borrowed_async
 from tasklib.connection import (
     BoundedConnection,
     CommitDoubtful,
@@ -29,9 +29,11 @@ from tasklib.connection import (
     is_passing_conflict,
     prepare_connection,
     raise_doubt,
+    send,
+    send_async,
     translate,
 )
-from tasklib.errors import CommitUnknown, DatabaseUnavailable, InvalidOptions
+from tasklib.errors import CommitUnknown, DatabaseUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -57,7 +59,7 @@ class Database:
     def run(self, *statements: Statement[T], connection: Any = None) -> list[T]:
         """All in one transaction; on the caller's connection, in the caller's."""
         if connection is not None:
-            return _run_borrowed(connection, statements)
+            return run_borrowed(connection, statements)
         if not self._is_schema_checked:
             self.check_schema()
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
@@ -72,7 +74,7 @@ class Database:
 
     async def run_async(self, *statements: Statement[T], connection: Any = None) -> list[T]:
         if connection is not None:
-            return await _run_borrowed_async(connection, statements)
+            return await run_borrowed_async(connection, statements)
         if not self._is_schema_checked:
             await asyncio.to_thread(self.check_schema)
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
@@ -269,58 +271,6 @@ async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement
     async with AsyncExitStack() as stack:
         if len(statements) > 1:
             await stack.enter_async_context(conn.transaction())
-        results = await _send_async(conn, statements)
+        results = await send_async(conn, statements)
     raise_doubt(conn)
-    return results
-
-
-def _needs_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], statements: Sequence[Any]) -> bool:
-    """Only where there would be none. Otherwise conn.transaction() on an idle connection would commit at its end."""
-    is_idle = conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
-    return len(statements) > 1 and conn.autocommit and is_idle
-
-
-def _run_borrowed(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
-    if not isinstance(conn, psycopg.Connection):
-        raise InvalidOptions(f"connection must be a psycopg.Connection for a sync submit, got {type(conn).__name__}")
-    try:
-        with ExitStack() as stack:
-            if _needs_transaction(conn, statements):
-                stack.enter_context(conn.transaction())
-            return send(conn, statements)
-    except psycopg.Error as error:
-        raise translate(error) from error
-
-
-async def _run_borrowed_async(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
-    if not isinstance(conn, psycopg.AsyncConnection):
-        raise InvalidOptions(
-            f"connection must be a psycopg.AsyncConnection for an async submit, got {type(conn).__name__}; "
-            f"with a psycopg.Connection use the sync verbs (submit_sync)"
-        )
-    try:
-        async with AsyncExitStack() as stack:
-            if _needs_transaction(conn, statements):
-                await stack.enter_async_context(conn.transaction())
-            return await _send_async(conn, statements)
-    except psycopg.Error as error:
-        raise translate(error) from error
-
-
-def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
-    results = []
-    # A cursor of ours: the caller's connection may have another placeholder style and row factory.
-    with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
-        for statement in statements:
-            cursor.execute(statement.sql, statement.parameters, binary=True)
-            results.append(statement.read(cursor.fetchall() if cursor.description else []))
-    return results
-
-
-async def _send_async(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
-    results = []
-    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
-        for statement in statements:
-            await cursor.execute(statement.sql, statement.parameters, binary=True)
-            results.append(statement.read(await cursor.fetchall()))
     return results

@@ -16,10 +16,10 @@ from tasklib.connection import (
     is_connection_lost,
     is_passing_conflict,
     prepare_connection,
+    send,
     without_planner_settings,
     worker_connection_string,
 )
-from tasklib.database import send
 from tasklib.log import log
 
 if TYPE_CHECKING:
