@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tasklib.client import AsyncClient, Client
 from tasklib.config import Config
 from tasklib.errors import NotInitialised
+from tasklib.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from tasklib.client import CancelAnswer
+    from tasklib.client import Awaited, CancelAnswer
     from tasklib.ids import TaskId
     from tasklib.options import OnCrash
     from tasklib.record import Task
@@ -143,6 +144,29 @@ async def list_tasks_async(
     state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
 ) -> list[Task]:
     return await default_async_client().list_tasks(state, name, limit, **filters)
+
+
+def handle(task_id: UUID | str) -> Handle[Any]:
+    """For the result of a task whose id is known; `function.handle(task_id)` knows its type too."""
+    return Handle(task_id)
+
+
+async def wait_for(tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:  # noqa: ASYNC109 - see Handle.result
+    """Wait until all of them are final; in the order given, also those that failed. `ResultTimeout` after `timeout`."""
+    return await default_async_client().wait_for(tasks, timeout)
+
+
+def wait_for_sync(tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:
+    return default_client().wait_for(tasks, timeout)
+
+
+def as_completed(tasks: Iterable[Awaited], timeout: float | None = None) -> AsyncIterator[Task]:
+    """Each as soon as it is final: `async for task in tasklib.as_completed(ids):`."""
+    return default_async_client().as_completed(tasks, timeout)
+
+
+def as_completed_sync(tasks: Iterable[Awaited], timeout: float | None = None) -> Iterator[Task]:
+    return default_client().as_completed(tasks, timeout)
 
 
 def cancel_task(task_id: UUID | str, reason: str | None = None) -> CancelAnswer:

@@ -1,51 +1,284 @@
-"""Statements on a connection that is somebody else's: in the caller's transaction, and never committed by us."""
+"""Statements on a connection that is somebody else's: in the caller's transaction, and never committed by us.
+
+A connection is known by the name of its class: no driver and no framework is imported for who does not use it.
+SQLAlchemy's are used through SQLAlchemy, never through the driver's connection below it: on asyncpg that one is not in
+the transaction until SQLAlchemy has sent something, and a submit through it survived the rollback.
+"""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+import functools
+import re
+import sys
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from uuid import UUID
 
 import psycopg
 
-from tasklib.connection import send, send_async, translate
-from tasklib.errors import InvalidOptions
+from tasklib.connection import refusal, send, send_async, translate
+from tasklib.errors import DatabaseError, DatabaseUnavailable, InvalidOptions, TasklibError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from tasklib.statements import Statement
+    from tasklib.statements import Row, Statement
 
 T = TypeVar("T")
 
 
+def run_borrowed(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    run = _SYNC.get(_kind(connection.__class__))
+    if run is None:
+        _refuse(connection, wanted="sync")
+    with _our_errors():
+        return run(connection, statements)
+
+
+async def run_borrowed_async(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    run = _ASYNC.get(_kind(connection.__class__))
+    if run is None:
+        _refuse(connection, wanted="async")
+    with _our_errors():
+        return await run(connection, statements)
+
+
+# --- how each kind of connection runs statements; several are all or none, also where no transaction is open ---
+
+
+def _on_psycopg(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    with conn.transaction() if _needs_transaction(conn, statements) else nullcontext():
+        return send(conn, statements)
+
+
+async def _on_async_psycopg(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    async with conn.transaction() if _needs_transaction(conn, statements) else nullcontext():
+        return await send_async(conn, statements)
+
+
 def _needs_transaction(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], statements: Sequence[Any]) -> bool:
     """Only where there would be none. Otherwise conn.transaction() on an idle connection would commit at its end."""
+    if conn.closed and not conn.broken:
+        raise InvalidOptions("this connection is closed: submit before its block ends")
     is_idle = conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
     return len(statements) > 1 and conn.autocommit and is_idle
 
 
-def run_borrowed(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
-    if not isinstance(conn, psycopg.Connection):
-        raise InvalidOptions(f"connection must be a psycopg.Connection for a sync submit, got {type(conn).__name__}")
-    try:
-        with ExitStack() as stack:
-            if _needs_transaction(conn, statements):
-                stack.enter_context(conn.transaction())
-            return send(conn, statements)
-    except psycopg.Error as error:
-        raise translate(error) from error
+async def _on_asyncpg(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    async with conn.transaction() if len(statements) > 1 and not conn.is_in_transaction() else nullcontext():
+        return [
+            statement.read([tuple(row) for row in await conn.fetch(statement.sql, *_plain(statement.parameters))])
+            for statement in statements
+        ]
 
 
-async def run_borrowed_async(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
-    if not isinstance(conn, psycopg.AsyncConnection):
+def _on_session(session: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    """Its connection, in its transaction. Nothing is flushed: an error in the application's own rows stays its own."""
+    _refuse_other_databases(session.get_bind().dialect.name)
+    return _on_sqlalchemy(session.connection(), statements)
+
+
+def _on_sqlalchemy(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    _refuse_other_databases(connection.dialect.name)
+    with connection.begin_nested() if len(statements) > 1 else nullcontext():
+        return [
+            statement.read([tuple(row) for row in connection.execute(_as_text(statement.sql), _named(statement))])
+            for statement in statements
+        ]
+
+
+def _on_django(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    from django.db import transaction  # noqa: PLC0415 - whoever has its connection has imported it
+
+    _refuse_other_databases(connection.vendor)
+    block = transaction.atomic(using=connection.alias) if len(statements) > 1 else nullcontext()
+    with block, connection.cursor() as cursor:
+        return _through_cursor(cursor, statements)
+
+
+def _on_psycopg2(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    plain = sys.modules["psycopg2.extensions"].cursor  # the connection's own kind may make dicts of rows
+    with conn.cursor(cursor_factory=plain) as cursor:
+        if len(statements) == 1:
+            return _through_cursor(cursor, statements)
+        cursor.execute("savepoint tasklib_many")
+        results = _through_cursor(cursor, statements)
+        cursor.execute("release savepoint tasklib_many")
+        return results
+
+
+def _through_cursor(cursor: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    results = []
+    for statement in statements:
+        cursor.execute(_as_pyformat(statement.sql), _named(statement))
+        results.append(statement.read(_rows(cursor)))
+    return results
+
+
+def _rows(cursor: Any) -> list[Row]:
+    return list(cursor.fetchall())
+
+
+_SYNC: Final[dict[str | None, Callable[[Any, Sequence[Statement[Any]]], list[Any]]]] = {
+    "psycopg.Connection": _on_psycopg,
+    "psycopg2.connection": _on_psycopg2,
+    "sqlalchemy.Connection": _on_sqlalchemy,
+    "sqlalchemy.Session": _on_session,
+    "sqlalchemy.scoped_session": lambda scoped, statements: _on_session(scoped(), statements),
+    "django.BaseDatabaseWrapper": _on_django,
+    "django.ConnectionProxy": _on_django,
+}
+_ASYNC: Final[dict[str | None, Callable[[Any, Sequence[Statement[Any]]], Awaitable[list[Any]]]]] = {
+    "psycopg.AsyncConnection": _on_async_psycopg,
+    "asyncpg.Connection": _on_asyncpg,
+    "asyncpg.PoolConnectionProxy": _on_asyncpg,
+    "sqlalchemy.AsyncConnection": lambda connection, statements: connection.run_sync(_on_sqlalchemy, statements),
+    "sqlalchemy.AsyncSession": lambda session, statements: session.run_sync(_on_session, statements),
+    "sqlalchemy.async_scoped_session": lambda scoped, statements: scoped().run_sync(_on_session, statements),
+}
+_SOURCES: Final = {  # of connections
+    "sqlalchemy.Engine",
+    "sqlalchemy.AsyncEngine",
+    "sqlalchemy.sessionmaker",
+    "sqlalchemy.async_sessionmaker",
+    "asyncpg.Pool",
+    "psycopg_pool.BasePool",
+}
+
+
+# --- statements in the words of others ---
+
+_PARAMETER = re.compile(r"\$(\d+)")
+
+
+@functools.cache
+def _as_text(sql: str) -> Any:
+    from sqlalchemy import text  # noqa: PLC0415 - whoever has its connection has imported it
+
+    return text(_PARAMETER.sub(r":p\1 ", sql))  # the space: SQLAlchemy takes no `:p1::uuid` for a parameter
+
+
+@functools.cache
+def _as_pyformat(sql: str) -> str:
+    return _PARAMETER.sub(r"%(p\1)s", sql.replace("%", "%%"))
+
+
+def _named(statement: Statement[Any]) -> dict[str, Any]:
+    return {f"p{number}": value for number, value in enumerate(_plain(statement.parameters), 1)}
+
+
+def _plain(parameters: Sequence[Any]) -> list[Any]:
+    """Not every driver knows UUIDs, and none minds their text."""
+    return [str(value) if isinstance(value, UUID) else value for value in parameters]
+
+
+# --- what is refused, and our errors for theirs ---
+
+
+def _kinds(cls: type) -> tuple[str, ...]:
+    """Package and name of a class and of what it is made from: `sqlalchemy.Session`, wherever it lives in there."""
+    return tuple(f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in cls.__mro__)
+
+
+@functools.lru_cache(maxsize=64)
+def _kind(cls: Any) -> str | None:
+    return next((kind for kind in _kinds(cls) if kind in _SYNC or kind in _ASYNC), None)
+
+
+def _refuse(connection: Any, *, wanted: str) -> NoReturn:
+    kind = _kind(connection.__class__)
+    if kind in _ASYNC:
+        raise InvalidOptions(f"{kind} is async: await the async submit, or pass a sync connection")
+    if kind in _SYNC:
         raise InvalidOptions(
-            f"connection must be a psycopg.AsyncConnection for an async submit, got {type(conn).__name__}; "
-            f"with a psycopg.Connection use the sync verbs (submit_sync)"
+            f"{kind} is sync, and would block the event loop: use the sync verbs (submit_sync), or pass an "
+            f"async connection ({_names(_ASYNC)})"
         )
+    source = next((kind for kind in _kinds(type(connection)) if kind in _SOURCES), None)
+    if source is not None:
+        raise InvalidOptions(
+            f"{source} hands out connections: pass one of those, or a session, in whose transaction to submit; without "
+            f"connection= the submit has one of its own"
+        )
+    table = _SYNC if wanted == "sync" else _ASYNC
+    raise InvalidOptions(f"connection takes {_names(table)} for {wanted} submits, got {type(connection).__name__}")
+
+
+def _names(table: dict[str | None, Any]) -> str:
+    return ", ".join(str(kind) for kind in table)
+
+
+def _refuse_other_databases(name: str) -> None:
+    if name != "postgresql":
+        raise InvalidOptions(
+            f"connection leads to {name}: the tasks are in PostgreSQL, and no transaction spans both. Leave out "
+            f"connection=, and submit after your commit."
+        )
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
     try:
-        async with AsyncExitStack() as stack:
-            if _needs_transaction(conn, statements):
-                await stack.enter_async_context(conn.transaction())
-            return await send_async(conn, statements)
-    except psycopg.Error as error:
-        raise translate(error) from error
+        yield
+    except TasklibError:
+        raise
+    except Exception as error:
+        chain = _chain(error)
+        ours = _translated(chain)
+        if ours is None:
+            raise
+        # The driver's own error as the cause: SQLAlchemy's shows the parameters, and arguments may be secrets.
+        raise ours from chain[-1]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """From the framework's error to the driver's."""
+    chain = [error]
+    while (inner := getattr(chain[-1], "orig", None) or chain[-1].__cause__) is not None and inner not in chain:
+        chain.append(inner)
+    return chain
+
+
+def _translated(chain: Sequence[BaseException]) -> TasklibError | None:
+    """None: not an error of a database or of its use."""
+    for error in reversed(chain):
+        sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+        if sqlstate == _NO_TRANSACTION:
+            return InvalidOptions(
+                "this connection commits every statement by itself (autocommit), and so many tasks take several: "
+                "begin a transaction first"
+            )
+        if isinstance(sqlstate, str):
+            return refusal(sqlstate, *_words(error))
+        if isinstance(error, psycopg.Error):
+            return translate(error)
+    return _without_state(chain)
+
+
+def _without_state(chain: Sequence[BaseException]) -> TasklibError | None:
+    kinds = {kind for error in chain for kind in _kinds(type(error))}
+    message = str(chain[-1]).strip()
+    if kinds & _MISUSES:
+        return InvalidOptions(f"this connection cannot be used: {message}")
+    if kinds & _LOSSES:
+        return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
+    return DatabaseError(message) if kinds & _DATABASE_ERRORS else None
+
+
+_NO_TRANSACTION = "25P01"
+_MISUSES = {
+    "sqlalchemy.InvalidRequestError",
+    "asyncpg.InterfaceError",
+    "psycopg2.InterfaceError",
+    "django.InterfaceError",
+}
+_LOSSES = {"psycopg2.OperationalError"}
+_DATABASE_ERRORS = {"sqlalchemy.SQLAlchemyError", "psycopg2.Error", "django.DatabaseError"}
+
+
+def _words(error: Any) -> tuple[str, str | None]:
+    """What PostgreSQL said, and its hint: psycopg keeps them in `diag`, asyncpg on the error."""
+    diagnostic = getattr(error, "diag", None)
+    if diagnostic is not None:
+        return diagnostic.message_primary or str(error).strip(), diagnostic.message_hint
+    return getattr(error, "message", None) or str(error).strip(), getattr(error, "hint", None)

@@ -1,23 +1,28 @@
-"""The verbs: submit, get, list. Sync and async over the same statements; the module `tasklib` is a thin
-convenience over a default pair of these clients.
+"""The verbs: submit, get, list, wait, cancel, retry. Sync and async over the same statements; the module `tasklib` is a
+thin convenience over a default pair of these clients.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import queue
+import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, cast, overload
+from uuid import UUID
 
 from tasklib.config import Config
 from tasklib.database import Database
-from tasklib.errors import InvalidConfig, InvalidOptions, TaskNotRegistered
+from tasklib.errors import InvalidConfig, InvalidOptions, ResultTimeout, TaskNotRegistered
+from tasklib.handles import Handle
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.registry import default_registry
-from tasklib.statements import Statements
+from tasklib.statements import Statements, as_uuid
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from uuid import UUID
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 
     from tasklib.ids import TaskId
     from tasklib.options import SubmitOptions
@@ -25,7 +30,9 @@ if TYPE_CHECKING:
     from tasklib.statements import ListFilters
     from tasklib.task import TaskFunction
 
+R = TypeVar("R")
 CancelAnswer: TypeAlias = Literal["cancelled", "asked"] | None
+Awaited: TypeAlias = "UUID | str | Handle[Any]"  # what can be waited for: a task's id, or its handle
 
 
 class Client:
@@ -33,7 +40,15 @@ class Client:
 
     def __init__(self, config: Config, database: Database | None = None) -> None:
         self._statements = Statements(_checked(config))
+        self.config = config
         self.database = database or Database(config)
+
+    def as_sync(self) -> Client:
+        return self
+
+    def as_async(self) -> AsyncClient:
+        """The same verbs for asyncio, over the same database."""
+        return AsyncClient(self.config, self.database)
 
     def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
         """Submit what `function.new(...)` made. With `connection`, in that connection's transaction."""
@@ -59,6 +74,38 @@ class Client:
     ) -> list[Task]:
         """Newest first. Filters: queue, tags, created_after, created_before; `after` asks for the next page."""
         return self.database.run(self._statements.list(state, name, limit, **filters))[0]
+
+    @overload
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., Coroutine[Any, Any, R]]) -> Handle[R]: ...
+    @overload
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., R]) -> Handle[R]: ...
+    @overload
+    def handle(self, task_id: UUID | str, function: None = None) -> Handle[Any]: ...
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., Any] | None = None) -> Handle[Any]:
+        """For the result; with its function, as the type that it returns."""
+        return Handle(task_id, self, None if function is None else function.returns)
+
+    def wait_for(self, tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:
+        """Wait until all of them are final, and return them in the order given; also those that failed."""
+        wanted = _ids(tasks)
+        found = {task.id: task for task in self.as_completed(wanted, timeout)}
+        return [found[task_id] for task_id in wanted]
+
+    def as_completed(self, tasks: Iterable[Awaited], timeout: float | None = None) -> Iterator[Task]:
+        """Each as soon as it is final. All wait on one connection, however many there are."""
+        waiting = set(_ids(tasks))
+        deadline = _deadline(timeout)
+        arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
+        ticket = self.database.waiting_room.enter(waiting, lambda _, found: arrived.put(found))
+        try:
+            while waiting:
+                try:
+                    found = arrived.get(timeout=_remaining(deadline))
+                except queue.Empty:
+                    raise _too_late(waiting, timeout) from None
+                yield _arrived(found, waiting)
+        finally:
+            ticket.leave()
 
     def cancel_task(self, task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
         """The answer "cancelled": it waited, and will not run. "asked": a worker holds it, and is asked to stop it.
@@ -89,7 +136,14 @@ class AsyncClient:
 
     def __init__(self, config: Config, database: Database | None = None) -> None:
         self._statements = Statements(_checked(config))
+        self.config = config
         self.database = database or Database(config)
+
+    def as_sync(self) -> Client:
+        return Client(self.config, self.database)
+
+    def as_async(self) -> AsyncClient:
+        return self
 
     async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
         _all_new([task])
@@ -111,6 +165,41 @@ class AsyncClient:
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
     ) -> list[Task]:
         return (await self.database.run_async(self._statements.list(state, name, limit, **filters)))[0]
+
+    @overload
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., Coroutine[Any, Any, R]]) -> Handle[R]: ...
+    @overload
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., R]) -> Handle[R]: ...
+    @overload
+    def handle(self, task_id: UUID | str, function: None = None) -> Handle[Any]: ...
+    def handle(self, task_id: UUID | str, function: TaskFunction[..., Any] | None = None) -> Handle[Any]:
+        return Handle(task_id, self, None if function is None else function.returns)
+
+    async def wait_for(self, tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:  # noqa: ASYNC109 - see Handle.result
+        wanted = _ids(tasks)
+        found = {task.id: task async for task in self.as_completed(wanted, timeout)}
+        return [found[task_id] for task_id in wanted]
+
+    async def as_completed(self, tasks: Iterable[Awaited], timeout: float | None = None) -> AsyncIterator[Task]:  # noqa: ASYNC109
+        waiting = set(_ids(tasks))
+        deadline = _deadline(timeout)
+        arrived: asyncio.Queue[Task | Exception] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(_: UUID, found: Task | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, found)
+
+        ticket = self.database.waiting_room.enter(waiting, deliver)
+        try:
+            while waiting:
+                try:
+                    found = await asyncio.wait_for(arrived.get(), _remaining(deadline))
+                except TimeoutError:
+                    raise _too_late(waiting, timeout) from None
+                yield _arrived(found, waiting)
+        finally:
+            ticket.leave()
 
     async def cancel_task(self, task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
         return cast("CancelAnswer", (await self.database.run_async(self._statements.cancel(task_id, reason)))[0])
@@ -169,6 +258,32 @@ def _all_new(tasks: Any) -> list[NewTask]:
     if not all(isinstance(task, NewTask) for task in given):
         raise InvalidOptions("submit takes a task that function.new(...) made, submit_many several of them")
     return given
+
+
+def _ids(tasks: Any) -> list[UUID]:
+    if isinstance(tasks, str | UUID | Handle) or not isinstance(tasks, Iterable):
+        raise InvalidOptions("wait_for and as_completed take several task ids or handles: give them a list")
+    return [each.id if isinstance(each, Handle) else as_uuid(each) for each in tasks]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _remaining(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def _arrived(found: Task | Exception, waiting: set[UUID]) -> Task:
+    if isinstance(found, Exception):
+        raise found
+    waiting.discard(found.id)
+    return found
+
+
+def _too_late(waiting: set[UUID], timeout: float | None) -> ResultTimeout:
+    some = ", ".join(str(task_id) for task_id in sorted(waiting)[:3])
+    return ResultTimeout(f"{len(waiting)} of the tasks were not final after {timeout:g} s: {some}")
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:

@@ -118,13 +118,13 @@ class BoundedConnection(psycopg.Connection[Any]):
                 # psycopg comes back here ten times a second, also when nothing has happened.
                 ready = yield wanted
                 if time.monotonic() > self.deadline:
-                    self._abandon()
+                    self.abandon()
                     raise DeadlinePassed("no answer from PostgreSQL in time")
                 wanted = gen.send(ready)
         except StopIteration as stop:
             return cast("RV", stop.value)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Ask the server to stop, or its backend would go on for nobody; then close: an answer may still come."""
         self.deadline = math.inf
         with contextlib.suppress(psycopg.Error):
@@ -196,8 +196,12 @@ def raise_doubt(conn: BoundedConnection | WatchedConnection) -> None:
 def is_connection_lost(error: psycopg.Error) -> bool:
     """The connection is of no use any more, or could not be made; another one may work."""
     if error.sqlstate is not None:
-        return error.sqlstate in _CONNECTION_ENDED or error.sqlstate.startswith("08")
+        return _is_end(error.sqlstate)
     return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+
+
+def _is_end(sqlstate: str) -> bool:
+    return sqlstate in _CONNECTION_ENDED or sqlstate.startswith("08")
 
 
 def is_passing_conflict(error: psycopg.Error) -> bool:
@@ -213,21 +217,37 @@ def is_about_rows(error: psycopg.Error) -> bool:
 def translate(error: psycopg.Error) -> TasklibError:
     """Our error for PostgreSQL's. The original stays behind it as the cause."""
     message = error.diag.message_primary or str(error).strip()
-    hint = error.diag.message_hint
-    if error.sqlstate == "TL409":
-        return IdempotencyConflict(f"{message}. {hint}")
-    if error.sqlstate in {"TL400", "TL500"}:
-        return InvalidOptions(f"{message}. {hint}" if hint else message)
-    if isinstance(error, errors.CheckViolation | errors.NotNullViolation | psycopg.DataError):
+    if error.sqlstate is not None:
+        return refusal(error.sqlstate, message, error.diag.message_hint)
+    if isinstance(error, psycopg.DataError):
         return InvalidOptions(f"PostgreSQL refused a value: {message}")
-    if isinstance(error, errors.InvalidSchemaName | errors.UndefinedTable | errors.UndefinedFunction):
-        return SchemaMissing(f"{message}. Run `tasklib migrate`.")
-    return _translate_database(error, message)
-
-
-def _translate_database(error: psycopg.Error, message: str) -> TasklibError:
-    if isinstance(error, errors.InsufficientPrivilege):
-        return DatabaseError(f"the role of database_url may not do this: {message}", sqlstate=error.sqlstate)
-    if is_connection_lost(error) or isinstance(error, errors.TooManyConnections):
+    if is_connection_lost(error):
         return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
-    return DatabaseError(message, sqlstate=error.sqlstate)
+    return DatabaseError(message)
+
+
+def refusal(sqlstate: str, message: str, hint: str | None = None) -> TasklibError:
+    """By what PostgreSQL itself says, and so the same for every driver."""
+    if sqlstate == "TL409":
+        return IdempotencyConflict(f"{message}. {hint}")
+    if sqlstate in {"TL400", "TL500"}:
+        return InvalidOptions(f"{message}. {hint}" if hint else message)
+    if sqlstate in _VALUE_REFUSED or sqlstate.startswith("22"):
+        return InvalidOptions(f"PostgreSQL refused a value: {message}")
+    if sqlstate in _SCHEMA_MISSING:
+        return SchemaMissing(f"{message}. Run `tasklib migrate`.")
+    return _refusal_by_the_server(sqlstate, message)
+
+
+def _refusal_by_the_server(sqlstate: str, message: str) -> TasklibError:
+    if sqlstate == _NO_PRIVILEGE:
+        return DatabaseError(f"the role of this connection may not do this: {message}", sqlstate=sqlstate)
+    if _is_end(sqlstate) or sqlstate == _TOO_MANY_CONNECTIONS:
+        return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
+    return DatabaseError(message, sqlstate=sqlstate)
+
+
+_VALUE_REFUSED = frozenset({"23502", "23514"})  # not null, check
+_SCHEMA_MISSING = frozenset({"3F000", "42P01", "42883"})  # schema, table, function
+_NO_PRIVILEGE = "42501"
+_TOO_MANY_CONNECTIONS = "53300"

@@ -34,6 +34,8 @@ from tasklib.connection import (
     translate,
 )
 from tasklib.errors import CommitUnknown, DatabaseUnavailable
+from tasklib.statements import Statements
+from tasklib.waiting import WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -52,6 +54,7 @@ class Database:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._conninfo = connection_string(config)
+        self.waiting_room = WaitingRoom(self._conninfo, Statements(config), config.database_timeout_seconds)
         self._is_schema_checked = False
         self._processes: dict[int, _ProcessPools] = {}
         weakref.finalize(self, _close_this_process, self._processes)
@@ -90,9 +93,11 @@ class Database:
 
     def close(self) -> None:
         """Close the sync pool. An async pool closes with its event loop, or by `close_async`."""
+        self.waiting_room.close()
         self._pools().close()
 
     async def close_async(self) -> None:
+        await asyncio.to_thread(self.waiting_room.close)
         await self._pools().close_async()
 
     def check_schema(self) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
 
 class TasklibError(Exception):
     """The root: catch this to catch whatever the library raises on purpose."""
@@ -33,6 +38,60 @@ class InvalidOptions(TasklibError, ValueError):
 
 class IdempotencyConflict(TasklibError):
     """The idempotency key, or the id, already belongs to a task with another payload."""
+
+
+class NoCurrentTask(TasklibError, LookupError):
+    """`current_task()` was called where no task is running."""
+
+
+class TaskNotFound(TasklibError, LookupError):
+    """There is no task with that id."""
+
+
+class ResultTimeout(TasklibError, TimeoutError):
+    """The task was not final in time. It goes on."""
+
+
+class InvalidResult(TasklibError, ValueError):
+    """The task completed, but what is stored is not what its function says it returns; `value` is what is stored."""
+
+    def __init__(self, message: str, value: object = None) -> None:
+        super().__init__(message)
+        self.value = value
+
+
+class TaskFailed(TasklibError):
+    """The task whose result was asked for did not succeed."""
+
+    def __init__(self, *, task_id: UUID, name: str, state: str, code: str, error: str) -> None:
+        self.task_id = task_id
+        self.name = name
+        self.state = state
+        self.code = code
+        self.message = error.partition("\n")[0]
+        self.traceback = error
+        super().__init__(f"{name} ({task_id}) {state}: {self.message}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {"task_id": self.task_id, "name": self.name, "state": self.state, "code": self.code}
+        return _rebuild, (type(self), values | {"error": self.traceback})
+
+
+class TaskCancelled(TaskFailed):
+    """Somebody cancelled it."""
+
+
+class TaskExpired(TaskFailed):
+    """It was not started before its `expires_at`."""
+
+
+class TaskBuried(TaskFailed):
+    """It killed its workers, or was held too long, too often."""
+
+
+def _rebuild(kind: type[TaskFailed], values: dict[str, Any]) -> TaskFailed:
+    """Exceptions travel between processes; keyword arguments do not by themselves."""
+    return kind(**values)
 
 
 class DatabaseUnavailable(TasklibError):

@@ -63,6 +63,9 @@ class Statements:
         }
 
     def submit(self, task: NewTask) -> Statement[TaskId]:
+        if task.parent_id is not None:
+            batch = self._submit_batch([task])
+            return Statement(batch.sql, batch.parameters, lambda rows: batch.read(rows)[task.id])
         self._check_size(task)
         terms = task.terms
         parameters = (
@@ -81,6 +84,16 @@ class Statements:
 
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
         return Statement(self._sql["get"], (as_uuid(task_id),), _read_one, is_change=False)
+
+    def final(self, task_ids: Sequence[UUID]) -> Statement[list[Task]]:
+        """Those of them that are final."""
+        return Statement(self._sql["final"], ([*task_ids],), _read_all, is_change=False)
+
+    def missing(self, task_ids: Sequence[UUID]) -> Statement[Sequence[UUID]]:
+        return Statement(self._sql["missing"], ([*task_ids],), _read_column, is_change=False)
+
+    def say_that_somebody_waits(self) -> Statement[None]:
+        return Statement(self._sql["say_that_somebody_waits"], (), lambda _: None)
 
     def list(
         self, state: str | None, name: str | None, limit: int, **filters: Unpack[ListFilters]
@@ -138,6 +151,8 @@ class ClaimedTask:
     held: HeldTask
     args: str  # JSON text: an argument that Python cannot read fails its own task, not the whole claim
     kwargs: str
+    tags: str
+    parent_id: UUID | None
     priority: int
     created_at: datetime
     store_result: bool
@@ -174,6 +189,11 @@ class WorkerStatements:
     def start(self, worker_id: str, started: Sequence[tuple[UUID, int, datetime]]) -> Statement[list[UUID]]:
         ids, tokens, times = zip(*started, strict=True)
         return Statement(self._tasks["start"], (worker_id, list(ids), list(tokens), list(times)), _read_column)
+
+    def note_progress(self, worker_id: str, said: Sequence[tuple[UUID, int, str]]) -> Statement[None]:
+        ids, tokens, progress = zip(*said, strict=True)
+        parameters = (worker_id, list(ids), list(tokens), list(progress))
+        return Statement(self._tasks["note_progress"], parameters, lambda _: None)
 
     def settle(self, worker_id: str, settled: Iterable[str], claim_ids: Iterable[int] = ()) -> Statement[list[UUID]]:
         """`settled` are JSON objects, one a task, as `settlement_json` writes them."""
@@ -266,6 +286,7 @@ def settlement_json(
     started_at: datetime | None,
     finished_at: datetime,
     seen: str | None = None,
+    progress: str | None = None,
 ) -> str:
     """One element of what `settle` takes. What is None or False is left out. `seen` is the state that was decided on,
     for who does not hold the task itself.
@@ -292,8 +313,10 @@ def settlement_json(
         "suspect": settlement.suspect,
     }
     head = to_json({key: value for key, value in values.items() if value or key == "began"}).decode()
-    # The result is JSON already.
-    return head if settlement.result is None else f'{head[:-1]},"result":{settlement.result}}}'
+    # These are JSON already.
+    for key, text in (("result", settlement.result), ("progress", progress)):
+        head = head if text is None else f'{head[:-1]},"{key}":{text}}}'
+    return head
 
 
 def as_uuid(value: Any) -> UUID:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from tasklib.arguments import encode_untyped
+from tasklib.current import current_task_id
 from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, TaskOptions, checked_options
@@ -16,6 +17,7 @@ from tasklib.strict_json import LARGEST_ARGUMENT_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
+    from uuid import UUID
 
     from tasklib.task import TaskFunction
 
@@ -64,10 +66,12 @@ class NewTask:
     args: str = field(repr=False)  # JSON text; arguments may be secrets
     kwargs: str = field(repr=False)
     terms: Terms
+    parent_id: UUID | None = None
 
     def to_json(self, terms_json: str) -> str:
         args = "" if self.args == "{}" else f',"args":{self.args}'
-        return f'{{"id":"{self.id}","name":"{self.name}","kwargs":{self.kwargs}{args}{terms_json}}}'
+        parent = "" if self.parent_id is None else f',"parent_id":"{self.parent_id}"'
+        return f'{{"id":"{self.id}","name":"{self.name}","kwargs":{self.kwargs}{args}{parent}{terms_json}}}'
 
 
 _SQL_DEFAULTS = {
@@ -87,7 +91,8 @@ _SQL_DEFAULTS = {
 def new_task(
     task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms
 ) -> NewTask:
-    """A task that is given by its name alone takes JSON values only: its signature is not at hand.
+    """A task that is given by its name alone takes JSON values only: its signature is not at hand. Made inside another
+    task, it carries that as its parent.
 
     Encoding allows what any Config may allow; the statement knows which Config it is for.
     """
@@ -97,7 +102,7 @@ def new_task(
     else:
         name = task.name
         encoded = task.arguments.encode(args, kwargs, max_bytes=LARGEST_ARGUMENT_BYTES)
-    return NewTask(new_id(), name, encoded.args, encoded.kwargs, terms)
+    return NewTask(new_id(), name, encoded.args, encoded.kwargs, terms, current_task_id())
 
 
 def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Terms:

@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias
 from tasklib.application import default_async_client, default_client
 from tasklib.arguments import ArgumentSchema
 from tasklib.errors import InvalidOptions, InvalidTaskDefinition
+from tasklib.handles import Handle, result_adapter
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions
 from tasklib.registry import default_registry
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from uuid import UUID
+
+    from pydantic import TypeAdapter
 
     from tasklib.ids import TaskId
     from tasklib.retry import Backoff
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 ExceptionTypes: TypeAlias = "type[BaseException] | Iterable[type[BaseException]]"
 
 
@@ -57,7 +62,7 @@ class TaskFunction(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<task function {self.name!r}>"
 
-    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P]:
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R]:
         """The function with options for its next submits; the types of its arguments are kept."""
         return Submitter(self, options)
 
@@ -67,20 +72,52 @@ class TaskFunction(Generic[P, R]):
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return self._plainly.submit_sync(*args, **kwargs)
 
+    @overload
+    async def submit_handle(
+        self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]: ...
+    @overload
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+        """Submit, and get hold of the result: `await (await add.submit_handle(1, 2)).result(timeout=10)`."""
+        return self.handle(await self._plainly.submit(*args, **kwargs))
+
+    @overload
+    def submit_handle_sync(
+        self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]: ...
+    @overload
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+        return self.handle(self._plainly.submit_sync(*args, **kwargs))
+
+    @overload
+    def handle(self: TaskFunction[..., Coroutine[Any, Any, T]], task_id: UUID | str) -> Handle[T]: ...
+    @overload
+    def handle(self, task_id: UUID | str) -> Handle[R]: ...
+    def handle(self, task_id: UUID | str) -> Handle[Any]:
+        """For a task of this function that was submitted before."""
+        return Handle(task_id, None, self.returns)
+
+    @functools.cached_property
+    def returns(self) -> TypeAdapter[Any] | None:
+        """What reads its stored result; None: as the JSON value that it is."""
+        return result_adapter(self.function)
+
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
         return self._plainly.new(*args, **kwargs)
 
 
-class Submitter(Generic[P]):
+class Submitter(Generic[P, R]):
     """A task function together with the options of a submit."""
 
-    def __init__(self, task: TaskFunction[P, Any], options: SubmitOptions) -> None:
+    def __init__(self, task: TaskFunction[P, R], options: SubmitOptions) -> None:
         self._task = task
         self._options = options
         self._terms = terms_of(task, options)
 
-    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P]:
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R]:
         return Submitter(self._task, {**self._options, **options})
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
@@ -88,6 +125,24 @@ class Submitter(Generic[P]):
 
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return default_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
+
+    @overload
+    async def submit_handle(
+        self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]: ...
+    @overload
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+        return self._task.handle(await self.submit(*args, **kwargs))
+
+    @overload
+    def submit_handle_sync(
+        self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Handle[T]: ...
+    @overload
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+        return self._task.handle(self.submit_sync(*args, **kwargs))
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         if self._options.get("connection") is not None:

@@ -11,14 +11,15 @@
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public a71835af5324f6766d48d9ad205c6650
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
--- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 43cd4f111f9287a7f1f2c9b648edd688
+-- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 0b2c3f1371e9a59010436820585374a6
 -- function ring(queue text) returns void search_path=pg_catalog, pg_temp for public fa79d098c2553843f5d9d29f096d7b0a
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
 -- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 9d586bffb8c4531a515467e89f951ca6
--- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp b1c99c8e2957f3fe628193a68a7de65f
+-- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp e823256cccb118532aa5056433ddf425
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
 -- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public 73290ec3ab5a5b71e3e71dd0c8e82449
+-- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- table claims column id bigint not null default null
 -- table claims column locked_until timestamp with time zone not null default null
@@ -120,6 +121,7 @@
 -- table tasks trigger CREATE TRIGGER forget_attempts AFTER DELETE ON tasklib.tasks REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.forget_attempts()
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
 -- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
+-- table tasks trigger CREATE TRIGGER tell_done AFTER UPDATE OF completed_at ON tasklib.tasks FOR EACH ROW WHEN (((old.completed_at IS NULL) AND (new.completed_at IS NOT NULL))) EXECUTE FUNCTION tasklib.tell_done()
 -- table workers column concurrency integer not null default null
 -- table workers column died_at timestamp with time zone default null
 -- table workers column hostname text not null default null

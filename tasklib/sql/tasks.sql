@@ -2,22 +2,23 @@
 -- `prepare name as ...`, and every one is prepared by a test.
 
 
--- One row of values for tasklib.submit. Named arguments, so that the order here is nobody's business.
+-- One row of values for tasklib.submit. Named arguments, so that the order here is nobody's business. JSON comes as
+-- text: a driver that knows jsonb might encode it once more.
 -- name: submit
 select id, existed
 from tasklib.submit(
-    id => $1::uuid, name => $2::text, args => $3::jsonb, kwargs => $4::jsonb, queue => $5::text,
+    id => $1::uuid, name => $2::text, args => $3::text::jsonb, kwargs => $4::text::jsonb, queue => $5::text,
     priority => $6::integer, delay_seconds => $7::double precision, scheduled_at => $8::timestamptz,
     expires_at => $9::timestamptz, max_retries => $10::integer, timeout_seconds => $11::double precision,
-    tags => $12::jsonb, idempotency_key => $13::text, store_result => $14::boolean, on_crash => $15::text);
+    tags => $12::text::jsonb, idempotency_key => $13::text, store_result => $14::boolean, on_crash => $15::text);
 
 
 -- name: submit_many
 select ordinal, id, existed
-from tasklib.submit_many($1::jsonb);
+from tasklib.submit_many($1::text::jsonb);
 
 
--- Columns in the order of tasklib.record.Task, here and in the two lists below; a test compares them.
+-- Columns in the order of tasklib.record.Task, here and in the lists below; a test compares them.
 -- name: get
 select id, name, state, scheduled_at, started_at, completed_at, created_at, args, kwargs, result, error,
        retry_count, max_retries, next_retry_at, worker_id, locked_until, timeout_seconds, priority, tags,
@@ -27,6 +28,27 @@ select id, name, state, scheduled_at, started_at, completed_at, created_at, args
        due_at, cancel_asked_at, strikes
 from tasklib.tasks
 where id = $1::uuid;
+
+
+-- Those of them that are final, for who waits.
+-- name: final
+select id, name, state, scheduled_at, started_at, completed_at, created_at, args, kwargs, result, error,
+       retry_count, max_retries, next_retry_at, worker_id, locked_until, timeout_seconds, priority, tags,
+       queue, ready, attempt, fencing_token, claimed_at, expires_at, idempotency_key, payload_digest, serial_key,
+       error_code, crash_count, suspect, store_result, on_crash, progress, trace_headers,
+       resolved_at, resolved_by, resolution_note, parent_id, workflow_id, step_name, pending_parents,
+       due_at, cancel_asked_at, strikes
+from tasklib.tasks
+where id = any($1::uuid[]) and completed_at is not null;
+
+
+-- name: missing
+select id from unnest($1::uuid[]) as given (id) where not exists (select from tasklib.tasks where tasks.id = given.id);
+
+
+-- Until this session ends, whatever makes a task final tells of it: see the trigger tell_done.
+-- name: say_that_somebody_waits
+select pg_advisory_lock_shared(hashtextextended('tasklib.task_done', 0));
 
 
 -- Newest first, by id: ids are time-ordered, and the primary key is the one index that is there
@@ -118,7 +140,7 @@ with taken as (
 )
 select taken.id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
        suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at,
-       args::text, kwargs::text, priority, created_at, store_result, clock_timestamp(), noted.id
+       args::text, kwargs::text, tags::text, parent_id, priority, created_at, store_result, clock_timestamp(), noted.id
 from taken, noted;
 
 
@@ -145,6 +167,15 @@ update tasklib.tasks as task
 returning task.id;
 
 
+-- How far running tasks are, as they said themselves.
+-- name: note_progress
+update tasklib.tasks as task
+   set progress = given.progress::jsonb
+  from unnest($2::uuid[], $3::bigint[], $4::text[]) as given (id, fencing_token, progress)
+ where task.id = given.id and task.state in ('claimed', 'running') and task.worker_id = $1::text
+   and task.fencing_token = given.fencing_token and given.fencing_token between 1 and 9223372036854775807;
+
+
 -- Writes what followed from claims: finishes, gives back, recovers. One statement for a batch, with its attempts, the
 -- end of its claims, and a ring for what may be claimed again. Every row is guarded by state, worker and token: what is
 -- not in the answer belongs to somebody else by now.
@@ -159,7 +190,8 @@ with given as (
       from jsonb_to_recordset($2::jsonb) as each (
         id uuid, token bigint, seen text, state text, began boolean, outcome text, due_at timestamptz,
         scheduled_at timestamptz, started_at timestamptz, finished_at timestamptz, result jsonb, error text,
-        error_code text, error_message text, failed_reason text, is_retry boolean, is_crash boolean, is_strike boolean, suspect boolean)
+        error_code text, error_message text, failed_reason text, is_retry boolean, is_crash boolean, is_strike boolean, suspect boolean,
+        progress jsonb)
      where token between 1 and 9223372036854775807
 ), settled as (
     update tasklib.tasks as task
@@ -189,6 +221,7 @@ with given as (
            strikes = task.strikes + coalesce(given.is_strike, false)::integer,
            attempt = task.attempt + (given.began and task.state = 'claimed')::integer,
            suspect = coalesce(given.suspect, given.state = 'pending' and not given.began and task.suspect),
+           progress = coalesce(given.progress, task.progress),
            cancel_asked_at = null, worker_id = null, claimed_at = null, locked_until = null
       from given
      where task.id = given.id and task.fencing_token = given.token and task.worker_id = $1::text

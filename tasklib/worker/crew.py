@@ -29,6 +29,8 @@ from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
 from tasklib.worker.runners import CoroutineRunner, ThreadRunner
 from tasklib.worker.session import Session
+from tasklib.worker.surroundings import WorkerSurroundings, describe
+from tasklib.worker.transactions import Transactions
 from tasklib.worker.watch import Watch
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.config import Config
+    from tasklib.current import CurrentTask
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
 
@@ -81,8 +84,9 @@ class Crew:
             poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report,
         )  # fmt: skip
         self.watch = Watch(self.buffer, self.lease, config.timeout_delta_seconds)
-        self.threads = ThreadRunner(self.buffer, self.begin, self.report)
-        self.coroutines = CoroutineRunner(self.buffer, self.begin, self.report)
+        self.transactions = Transactions(config, statements, self._clock, self._decide, self.finisher.take_progress)
+        runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
+        self.threads, self.coroutines = ThreadRunner(*runs), CoroutineRunner(*runs)
         listener = Listener(self._sessions["listen"], menu.queues, self._ring, self._cancel)
         duties = (
             Reaper(config, self._sessions["duties"], statements),
@@ -124,6 +128,14 @@ class Crew:
         if min(execution.deadline, self.lease.valid_until) < self.watch.next_at:
             self.loops["watch"].wake()
         return True
+
+    def _describe(self, execution: Execution) -> CurrentTask:
+        surroundings = WorkerSurroundings(execution, self.stop_asked, self.transactions, self._note_progress)
+        return describe(execution, surroundings)
+
+    def _note_progress(self, execution: Execution, progress: str) -> None:
+        if self.finisher.note_progress(execution, progress):
+            self.loops["finish"].wake()
 
     def report(self, execution: Execution, outcome: Outcome) -> None:
         """An execution has ended, or will not begin."""
@@ -252,6 +264,7 @@ class Crew:
             return
         run_stop_hooks(self.coroutines, max(grace_seconds, ABANDON_AFTER_SECONDS))
         self.coroutines.stop(ABANDON_AFTER_SECONDS)
+        self.transactions.close()
         for loop in self.loops.values():
             loop.stop()
         for loop in self.loops.values():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
+    from tasklib.worker.transactions import Transaction
 
 
 _one_at_a_time = threading.Lock()
@@ -28,8 +29,8 @@ class Execution:
     """The task, where it runs, and the way to stop it. Its fields change under the buffer's lock, or by its runner."""
 
     __slots__ = (
-        "claimed", "deadline", "function", "inside", "interrupt_kind", "is_coroutine", "is_marked", "is_reported_stuck",
-        "locked_since", "started", "started_at", "task",
+        "claimed", "deadline", "function", "has_ended", "inside", "interrupt_kind", "is_committed", "is_coroutine",
+        "is_marked", "is_reported_stuck", "locked_since", "started", "started_at", "task", "transaction",
     )  # fmt: skip
 
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
@@ -45,6 +46,9 @@ class Execution:
         self.is_reported_stuck = False
         self.interrupt_kind: type[TaskInterrupt] | None = None
         self.inside: ThreadSeat | CoroutineSeat | None = None
+        self.transaction: Transaction[Any] | None = None
+        self.has_ended = False  # its function has
+        self.is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 
     @property
     def id(self) -> UUID:

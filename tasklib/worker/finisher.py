@@ -38,6 +38,7 @@ LARGEST_BATCH = 1_000
 LARGEST_BATCH_CHARACTERS = 8_000_000
 BLOCKED_PAUSE_SECONDS = 2.0
 MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
+PROGRESS_EVERY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,16 @@ class Ended:
     execution: Execution
     settlement: Settlement
     finished_at: datetime
+    progress: str | None = None
 
     def to_json(self) -> str:
         execution = self.execution
         return settlement_json(
-            execution.task, self.settlement, started_at=execution.started_at, finished_at=self.finished_at
+            execution.task,
+            self.settlement,
+            started_at=execution.started_at,
+            finished_at=self.finished_at,
+            progress=self.progress,
         )
 
 
@@ -66,11 +72,23 @@ class Finisher:
         self._blocked: list[Ended] = []
         self._blocked_until = 0.0
         self._is_resending = False
+        self._progress: dict[Execution, str] = {}  # the last word of each that has one unwritten
+        self._progress_at = 0.0
         self.is_resting = False  # until it is woken: who starts a task has to
         self.on_settled: Callable[[], None] = lambda: None
 
     def add(self, execution: Execution, settlement: Settlement) -> None:
-        self._ended.append(Ended(execution, settlement, self._clock.now()))
+        self._ended.append(Ended(execution, settlement, self._clock.now(), self.take_progress(execution)))
+
+    def note_progress(self, execution: Execution, progress: str) -> bool:
+        """True: it is the first to be written, and somebody should wake us."""
+        is_first = not self._progress
+        self._progress[execution] = progress
+        return is_first
+
+    def take_progress(self, execution: Execution) -> str | None:
+        """Its last word, if that is not written yet."""
+        return self._progress.pop(execution, None)
 
     @property
     def is_empty(self) -> bool:
@@ -84,7 +102,8 @@ class Finisher:
         while self._ended:
             self._flush()
         self._mark_long_runners()
-        return self._next_mark()
+        self._write_progress()
+        return self._next_round()
 
     def mark(self, executions: Sequence[Execution], session: Session) -> list[Execution]:
         """Those that are `running` in the database from now on; the others are somebody else's."""
@@ -122,7 +141,8 @@ class Finisher:
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
         executions = {each.execution for each in batch}
         claims = self._buffer.claims_ended_by(executions)
-        statement = self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
+        settled_here = [each.to_json() for each in batch if not each.execution.is_committed]
+        statement = self._statements.settle(worker_id, settled_here, claims)
         try:
             settled = set(self._session.run(statement))
         except psycopg.errors.LockNotAvailable:
@@ -172,8 +192,10 @@ class Finisher:
         if self._is_resending or len(settled) == len(batch):
             return
         for each in batch:
-            if each.execution.id not in settled:
-                task = each.execution.task
+            task, is_committed = each.execution.task, each.execution.is_committed
+            if is_committed is None and task.id not in settled:
+                log.info("commit.found", task=task.name, task_id=task.id)
+            elif not is_committed and task.id not in settled:
                 log.warning("lease.lost", task=task.name, task_id=task.id, token=task.fencing_token)
 
     def _mark_long_runners(self) -> None:
@@ -187,6 +209,24 @@ class Finisher:
             self.mark(long, self._session)
             for each in long:
                 each.is_marked = True  # somebody else's too: the finish will tell
+
+    def _write_progress(self) -> None:
+        """Of what still executes: the end of the others brings their last word."""
+        if not self._progress or time.monotonic() < self._progress_at:
+            return
+        said = [(each, self._progress.pop(each)) for each in self._buffer.executing() if each in self._progress]
+        self._progress_at = time.monotonic() + PROGRESS_EVERY_SECONDS
+        for worker_id, own in _by_worker(said, lambda each: each[0].task.worker_id).items():
+            self._session.run(
+                self._statements.note_progress(
+                    worker_id, [(each.id, each.task.fencing_token, progress) for each, progress in own]
+                )
+            )
+
+    def _next_round(self) -> float | None:
+        pauses = [self._next_mark(), self._progress_at - time.monotonic() if self._progress else None]
+        known = [pause for pause in pauses if pause is not None]
+        return max(min(known), 0.001) if known else None
 
     def _next_mark(self) -> float | None:
         """One that was taken and has not begun yet has no time to count from; who begins it wakes us."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import structlog
 
+from tasklib.current import enter_task
 from tasklib.errors import TaskNotRegistered
 from tasklib.log import log
 from tasklib.outcomes import (
@@ -42,13 +43,16 @@ from tasklib.worker.results import encode_result
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from tasklib.current import CurrentTask
     from tasklib.options import TaskOptions
     from tasklib.outcomes import Outcome
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
+    from tasklib.worker.transactions import Transactions
 
 Begin: TypeAlias = "Callable[[Execution], bool]"
 Report: TypeAlias = "Callable[[Execution, Outcome], None]"
+Describe: TypeAlias = "Callable[[Execution], CurrentTask]"
 
 
 def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
@@ -133,18 +137,29 @@ def bind_log_context(execution: Execution) -> None:
 class Runner:
     """Takes executions, begins them, reports how they ended; each in its own copy of the worker's context."""
 
-    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
+    def __init__(
+        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+    ) -> None:
         self._buffer = buffer
         self._begin = begin
         self._report = report
+        self._describe = describe
+        self._transactions = transactions
         self._context = contextvars.copy_context()
+
+    def _enter(self, execution: Execution) -> None:
+        """What the function finds around it."""
+        bind_log_context(execution)
+        enter_task(self._describe(execution))
 
 
 class ThreadRunner(Runner):
     """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
 
-    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
-        super().__init__(buffer, begin, report)
+    def __init__(
+        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+    ) -> None:
+        super().__init__(buffer, begin, report, describe, transactions)
         self._threads: list[threading.Thread] = []
 
     def provide(self) -> None:
@@ -159,7 +174,7 @@ class ThreadRunner(Runner):
         while (execution := self._buffer.wait_and_take()) is not None:
             outcome = self._context.copy().run(self._execute, execution, seat)
             seat.stand_up()  # an interrupt may have come in the way of the first time
-            self._report(execution, outcome)
+            self._report(execution, self._transactions.end(execution, outcome))
 
     def _execute(self, execution: Execution, seat: ThreadSeat) -> Outcome:
         """Nothing may escape: the thread, its slot and its task would be lost."""
@@ -174,7 +189,7 @@ class ThreadRunner(Runner):
         call = prepared_call(execution)
         if isinstance(call, Failed):
             return call
-        bind_log_context(execution)
+        self._enter(execution)
         execution.inside = seat
         try:
             seat.sit_down(execution)
@@ -188,8 +203,10 @@ class ThreadRunner(Runner):
 class CoroutineRunner(Runner):
     """An event loop in a thread of its own. It takes from the buffer by itself, as slots get free."""
 
-    def __init__(self, buffer: Buffer, begin: Begin, report: Report) -> None:
-        super().__init__(buffer, begin, report)
+    def __init__(
+        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+    ) -> None:
+        super().__init__(buffer, begin, report, describe, transactions)
         self._loop = asyncio.new_event_loop()
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
@@ -266,11 +283,14 @@ class CoroutineRunner(Runner):
         self._fill()
 
     async def _outcome(self, execution: Execution) -> Outcome:
+        return await self._transactions.end_async(execution, await self._called(execution))
+
+    async def _called(self, execution: Execution) -> Outcome:
         try:
             call = prepared_call(execution)
             if isinstance(call, Failed):
                 return call
-            bind_log_context(execution)
+            self._enter(execution)
             return completed(execution, await call())
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the loop
             return outcome_of(execution, error)

@@ -15,7 +15,7 @@ begin
            expires_at = case when expires_at > now then expires_at end,
            due_at = case when expires_at > now then expires_at end,
            retry_count = case when completed_at is null then retry_count else 0 end,
-           result = null, error = null, error_code = null, suspect = false, strikes = 0, cancel_asked_at = null,
+           result = null, error = null, error_code = null, progress = null, suspect = false, strikes = 0, cancel_asked_at = null,
            resolved_at = null, resolved_by = null, resolution_note = null
      where id = task_id and (completed_at is not null or next_retry_at is not null)
     returning queue into retried_queue;

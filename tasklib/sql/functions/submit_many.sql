@@ -1,5 +1,5 @@
 -- Submits many tasks in one statement. `tasks` is a JSON array of objects whose keys are
--- the parameters of tasklib.submit; one row comes back for each, told by its ordinal:
+-- the parameters of tasklib.submit, and parent_id; one row comes back for each, told by its ordinal:
 --
 --     select * from tasklib.submit_many('[{"name": "resize", "kwargs": {"size": 64}}, {"name": "resize", "priority": 5}]');
 --
@@ -19,7 +19,7 @@ declare
     submitted_at constant timestamptz := clock_timestamp();
     parameters constant text[] := array[
         'name', 'kwargs', 'args', 'queue', 'priority', 'delay_seconds', 'scheduled_at', 'expires_at', 'max_retries',
-        'timeout_seconds', 'tags', 'idempotency_key', 'store_result', 'on_crash', 'id'];
+        'timeout_seconds', 'tags', 'idempotency_key', 'store_result', 'on_crash', 'parent_id', 'id'];
     unknown text;
     task record;
     new_count bigint := 0;
@@ -45,22 +45,23 @@ begin
                    coalesce(scheduled_at, submitted_at + coalesce(delay_seconds, 0) * interval '1 second') as scheduled_at,
                    expires_at, coalesce(max_retries, 3) as max_retries, timeout_seconds,
                    coalesce(tags, '{}') as tags, idempotency_key,
-                   coalesce(store_result, true) as store_result, coalesce(on_crash, 'retry') as on_crash
+                   coalesce(store_result, true) as store_result, coalesce(on_crash, 'retry') as on_crash, parent_id
               from rows from (jsonb_to_recordset(tasks) as (
                        id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer,
                        delay_seconds double precision, scheduled_at timestamptz, expires_at timestamptz,
                        max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text,
-                       store_result boolean, on_crash text)
+                       store_result boolean, on_crash text, parent_id uuid)
                    ) with ordinality as element (
                        id, name, kwargs, args, queue, priority, delay_seconds, scheduled_at, expires_at, max_retries,
-                       timeout_seconds, tags, idempotency_key, store_result, on_crash, ordinal)
+                       timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id, ordinal)
              order by idempotency_key collate "C", id
         ), inserted as (
             insert into tasklib.tasks (
                 id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
-                max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash)
+                max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id)
             select id, name, args, kwargs, queue, priority, submitted_at, scheduled_at, scheduled_at <= submitted_at,
-                   least(case when scheduled_at > submitted_at then scheduled_at end, expires_at), expires_at, max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash
+                   least(case when scheduled_at > submitted_at then scheduled_at end, expires_at), expires_at,
+                   max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id
               from given
             on conflict do nothing
             returning id

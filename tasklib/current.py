@@ -1,0 +1,140 @@
+"""The task that is running here: `tasklib.current_task()` inside a task function.
+
+The task's own values, what the worker wants of it, and the connection whose transaction completes it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic_core import from_json, to_json
+
+from tasklib.errors import InvalidOptions, NoCurrentTask
+from tasklib.strict_json import storable
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    import psycopg
+
+MAX_MESSAGE_CHARACTERS = 1_000
+LARGEST = 1e15
+_current: ContextVar[CurrentTask] = ContextVar("tasklib_current_task")
+
+
+class Surroundings(Protocol):
+    """What a running task can ask of who runs it."""
+
+    @property
+    def cancel_asked(self) -> bool: ...
+
+    @property
+    def should_stop(self) -> bool: ...
+
+    def note_progress(self, progress: str) -> None: ...
+
+    def connection(self) -> psycopg.Connection[Any]: ...
+
+    async def async_connection(self) -> psycopg.AsyncConnection[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentTask:
+    id: UUID
+    name: str
+    queue: str
+    attempt: int  # 1 is the first
+    retry_count: int
+    started_at: datetime
+    timeout_seconds: float | None
+    parent_id: UUID | None
+    tags_json: str = field(repr=False)
+    surroundings: Surroundings = field(repr=False)
+    started: float = field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        tags: dict[str, Any] = from_json(self.tags_json)
+        return tags
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When its timeout passes, by the database's clock; None: it has none."""
+        return None if self.timeout_seconds is None else self.started_at + timedelta(seconds=self.timeout_seconds)
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Until the deadline, at least zero."""
+        if self.timeout_seconds is None:
+            return None
+        return max(self.started + self.timeout_seconds - time.monotonic(), 0.0)
+
+    @property
+    def cancel_asked(self) -> bool:
+        """Somebody cancelled it: whatever it does now, short of completing, it will be cancelled."""
+        return self.surroundings.cancel_asked
+
+    @property
+    def should_stop(self) -> bool:
+        """Its worker wants to stop, its time is up, or it was cancelled. A long loop looks here, saves what it has and
+        raises `Snooze(0)`, or returns.
+        """
+        return self.surroundings.should_stop
+
+    def progress(self, done: float, total: float | None = None, message: str | None = None) -> None:
+        """Say how far it is, as often as you like: it is written every half second, for `get_task(...).progress`."""
+        said = {"done": _number("done", done), "total": total if total is None else _number("total", total)}
+        if message is not None:
+            said["message"] = storable(str(message), MAX_MESSAGE_CHARACTERS)
+        self.surroundings.note_progress(
+            to_json({key: value for key, value in said.items() if value is not None}).decode()
+        )
+
+    @property
+    def connection(self) -> psycopg.Connection[Any]:
+        """A psycopg connection in a transaction that also completes the task: what is written here and the completion
+        are committed together, exactly once, when the function returns. If it raises, all of it is rolled back.
+        For async functions: `await current_task().async_connection()`.
+        """
+        return self.surroundings.connection()
+
+    async def async_connection(self) -> psycopg.AsyncConnection[Any]:
+        """`connection` for async functions."""
+        return await self.surroundings.async_connection()
+
+
+def current_task() -> CurrentTask:
+    """The task that is running here. Outside of one, an error: `is_running_task()` asks first."""
+    task = _current.get(None)
+    if task is None:
+        raise NoCurrentTask(
+            "current_task() was called outside of a task: it works in a function that a worker runs, and in what that "
+            "calls. In a test, run the function with tasklib.testing.run_inline."
+        )
+    return task
+
+
+def is_running_task() -> bool:
+    return _current.get(None) is not None
+
+
+def enter_task(task: CurrentTask) -> None:
+    """For this context, which ends with the task."""
+    _current.set(task)
+
+
+def current_task_id() -> UUID | None:
+    """The parent of what is submitted here."""
+    task = _current.get(None)
+    return None if task is None else task.id
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise InvalidOptions(f"progress: {name} must be a number, got {value!r}")
+    return value

@@ -1,0 +1,135 @@
+"""A submitted task, in the hands of who wants its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from tasklib.errors import InvalidResult, TaskBuried, TaskCancelled, TaskExpired, TaskFailed, TaskNotFound
+from tasklib.statements import as_uuid
+from tasklib.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from tasklib.client import AsyncClient, CancelAnswer, Client
+    from tasklib.record import Task
+
+R = TypeVar("R")
+_ERRORS = {State.CANCELLED: TaskCancelled, State.EXPIRED: TaskExpired, State.BURIED: TaskBuried}
+
+
+class Handle(Generic[R]):
+    """One submitted task, whose function returns an R: how it stands, and its result.
+
+    Without a client, it uses the default one, that `tasklib.init` made.
+    """
+
+    __slots__ = ("_client", "_returns", "id")
+
+    def __init__(
+        self,
+        task_id: UUID | str,
+        client: Client | AsyncClient | None = None,
+        returns: TypeAdapter[R] | None = None,
+    ) -> None:
+        self.id = as_uuid(task_id)
+        self._client = client
+        self._returns = returns
+
+    def __repr__(self) -> str:
+        return f"Handle({str(self.id)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def task(self) -> Task:
+        """The row as it stands: state, progress, times."""
+        return _found(self.id, self._sync().get_task(self.id))
+
+    async def task_async(self) -> Task:
+        return _found(self.id, await self._async().get_task(self.id))
+
+    def status(self) -> State:
+        return self.task().state
+
+    async def status_async(self) -> State:
+        return (await self.task_async()).state
+
+    async def result(self, timeout: float | None = None) -> R:  # noqa: ASYNC109 - it takes part in no cancel scope
+        """What the function returned, as soon as it has; `TaskFailed` if it did not succeed, `ResultTimeout` after
+        `timeout` seconds. The task goes on then, and can be asked again.
+        """
+        [task] = await self._async().wait_for([self.id], timeout)
+        return self._value(task)
+
+    def result_sync(self, timeout: float | None = None) -> R:
+        [task] = self._sync().wait_for([self.id], timeout)
+        return self._value(task)
+
+    def cancel(self, reason: str | None = None) -> CancelAnswer:
+        return self._sync().cancel_task(self.id, reason)
+
+    async def cancel_async(self, reason: str | None = None) -> CancelAnswer:
+        return await self._async().cancel_task(self.id, reason)
+
+    def _value(self, task: Task) -> R:
+        if task.state != State.COMPLETED:
+            raise failure_of(task)
+        return result_of(task, self._returns)
+
+    def _sync(self) -> Client:
+        from tasklib.application import default_client  # noqa: PLC0415 - it makes clients, which make handles
+
+        return default_client() if self._client is None else self._client.as_sync()
+
+    def _async(self) -> AsyncClient:
+        from tasklib.application import default_async_client  # noqa: PLC0415 - as above
+
+        return default_async_client() if self._client is None else self._client.as_async()
+
+
+def failure_of(task: Task) -> TaskFailed:
+    """The error of a task that is final and did not succeed."""
+    kind = _ERRORS.get(task.state, TaskFailed)
+    return kind(
+        task_id=task.id, name=task.name, state=task.state, code=task.error_code or "", error=task.error or "no details"
+    )
+
+
+def result_of(task: Task, returns: TypeAdapter[R] | None) -> R:
+    """The stored result, as the type that the function says it returns, where it says one."""
+    stored: Any = (task.result or {}).get("value")
+    if isinstance(task.result, dict) and "not_stored" in task.result:
+        raise InvalidResult(f"{task.name} ({task.id}) completed, but its result: {task.result['not_stored']}")
+    if returns is None or task.result is None:
+        value: R = stored
+        return value
+    try:
+        return returns.validate_json(to_json(stored))
+    except ValidationError as error:
+        raise InvalidResult(
+            f"{task.name} ({task.id}) completed, but what is stored does not fit the type that it returns: {error}",
+            stored,
+        ) from None
+
+
+def result_adapter(function: Callable[..., Any]) -> TypeAdapter[Any] | None:
+    """None where the function does not say what it returns, or not in terms that can be read from JSON."""
+    try:
+        returns = get_type_hints(function, include_extras=True).get("return", Any)
+        return None if returns in {Any, None, type(None)} else TypeAdapter(returns)
+    except (NameError, TypeError, PydanticUserError, PydanticSchemaGenerationError):
+        return None
+
+
+def _found(task_id: UUID, task: Task | None) -> Task:
+    if task is None:
+        raise TaskNotFound(f"there is no task {task_id}")
+    return task
