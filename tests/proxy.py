@@ -1,4 +1,8 @@
-"""A proxy before PostgreSQL's socket that loses an answer and cuts the connection, when told to."""
+"""A proxy before PostgreSQL's socket that loses an answer and cuts the connection, when told to.
+
+It knows as much of the protocol as it takes to see a COMMIT: psycopg sends one as a simple query (Q) or in an extended
+one (P, Parse).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+_COMMIT = b"COMMIT"
+
+
 class CuttingProxy:
     """`with CuttingProxy(url, directory) as proxy:` connect to `proxy.url`; `proxy.cut()` loses the next answer."""
 
@@ -26,10 +33,15 @@ class CuttingProxy:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(directory / f".s.PGSQL.{port}"))
         self._cut_next = threading.Event()
+        self._cut_commit: str | None = None
         self._sockets: list[socket.socket] = []
 
     def cut(self) -> None:
         self._cut_next.set()
+
+    def cut_at_commit(self, when: str) -> None:
+        """Cut the connection that next says COMMIT: "before" the server hears it, or "after", when it has answered."""
+        self._cut_commit = when
 
     def __enter__(self) -> Self:
         self._listener.listen()
@@ -51,19 +63,35 @@ class CuttingProxy:
             server = socket.socket(socket.AF_UNIX)
             server.connect(self._server)
             self._sockets += [client, server]
-            threading.Thread(target=self._forward, args=(client, server, False), daemon=True).start()
-            threading.Thread(target=self._forward, args=(server, client, True), daemon=True).start()
+            loses_answer = threading.Event()
+            threading.Thread(target=self._to_server, args=(client, server, loses_answer), daemon=True).start()
+            threading.Thread(target=self._to_client, args=(server, client, loses_answer), daemon=True).start()
 
-    def _forward(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+    def _to_server(self, client: socket.socket, server: socket.socket, loses_answer: threading.Event) -> None:
         with contextlib.suppress(OSError):  # the other direction has ended this connection
-            while data := source.recv(65536):
-                if is_answer and self._cut_next.is_set():
+            while data := client.recv(65536):
+                if self._cut_commit is not None and _COMMIT in data:
+                    when, self._cut_commit = self._cut_commit, None
+                    self.cuts += 1
+                    if when == "before":
+                        break
+                    loses_answer.set()
+                server.sendall(data)
+        self._end(client)
+        self._end(server)
+
+    def _to_client(self, server: socket.socket, client: socket.socket, loses_answer: threading.Event) -> None:
+        with contextlib.suppress(OSError):  # as above
+            while data := server.recv(65536):
+                if loses_answer.is_set():
+                    break
+                if self._cut_next.is_set():
                     self._cut_next.clear()
                     self.cuts += 1
                     break
-                target.sendall(data)
-        self._end(source)
-        self._end(target)
+                client.sendall(data)
+        self._end(server)
+        self._end(client)
 
     @staticmethod
     def _end(sock: socket.socket) -> None:

@@ -111,7 +111,7 @@ class Transactions:
                 execution.is_committed = None  # from here on nobody knows, until the answer comes
                 transaction.block.__exit__(None, None, None)
                 execution.is_committed = True
-        except psycopg.Error as error:
+        except Exception as error:  # noqa: BLE001 - the thread, its slot and its task would be lost
             return _outcome_of(execution, error)
         finally:
             self._give_back(conn, transaction.block)
@@ -139,10 +139,7 @@ class Transactions:
                     execution.is_committed = None
                     await transaction.block.__aexit__(None, None, None)
                     execution.is_committed = True
-        except TimeoutError:
-            conn.pgconn.finish()
-            return _outcome_of(execution, psycopg.OperationalError("no answer from PostgreSQL in time"))
-        except psycopg.Error as error:
+        except Exception as error:  # noqa: BLE001 - as above
             return _outcome_of(execution, error)
         finally:
             await self._give_back_async(conn, transaction.block)
@@ -208,11 +205,14 @@ class Transactions:
 
     def _give_back(self, conn: BoundedConnection, block: psycopg.Transaction) -> None:
         """What is still open is rolled back; what cannot be is closed, and rolled back by the server."""
-        with contextlib.suppress(psycopg.Error):
+        try:
             if conn.info.transaction_status == TransactionStatus.ACTIVE:  # an interrupt came in the middle of a query
                 conn.abandon()
             elif conn.info.transaction_status != TransactionStatus.IDLE:
                 block.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
+        except Exception as error:  # noqa: BLE001 - see above
+            _tell_broken(error)
+            conn.pgconn.finish()
         conn.deadline = float("inf")
         conn.row_factory = tuple_row
         if _is_clean(conn):
@@ -221,12 +221,15 @@ class Transactions:
             conn.close()
 
     async def _give_back_async(self, conn: WatchedConnection, block: psycopg.AsyncTransaction) -> None:
-        with contextlib.suppress(psycopg.Error, TimeoutError):
+        try:
             async with asyncio.timeout(self._seconds):
                 if conn.info.transaction_status == TransactionStatus.ACTIVE:
                     await conn.cancel_safe(timeout=self._seconds)
                 elif conn.info.transaction_status != TransactionStatus.IDLE:
                     await block.__aexit__(psycopg.Rollback, psycopg.Rollback(), None)
+        except Exception as error:  # noqa: BLE001 - as above
+            _tell_broken(error)
+            conn.pgconn.finish()
         conn.row_factory = tuple_row
         if _is_clean(conn):
             self._idle_async.append(conn)
@@ -249,13 +252,12 @@ def _not_ours(execution: Execution) -> Outcome:
     return Interrupted(began=True)
 
 
-def _outcome_of(execution: Execution, error: psycopg.Error) -> Outcome:
+def _outcome_of(execution: Execution, error: Exception) -> Outcome:
     """The function has returned, and its work was not committed; or, if the connection broke, perhaps was. Then the
     task is given back, which changes nothing if it was.
     """
-    task = execution.task
-    if is_connection_lost(error):
-        log.warning("commit.unknown", task=task.name, task_id=task.id, error=str(error).partition("\n")[0])
+    if not isinstance(error, psycopg.Error) or is_connection_lost(error):
+        _tell_broken(error, task=execution.task.name, task_id=execution.id)
         return Interrupted(began=True)
     execution.is_committed = False
     if isinstance(error, psycopg.errors.InFailedSqlTransaction):
@@ -265,3 +267,7 @@ def _outcome_of(execution: Execution, error: psycopg.Error) -> Outcome:
         )
         return Failed(problem_of(broken.with_traceback(error.__traceback__)))
     return Failed(problem_of(error))
+
+
+def _tell_broken(error: Exception, **about: object) -> None:
+    log.warning("transaction.broken", error=str(error).partition("\n")[0] or type(error).__name__, **about)

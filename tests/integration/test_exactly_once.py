@@ -1,0 +1,349 @@
+"""`current_task().connection`: the task's own writes and its completion are one transaction."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+import tasklib
+from tests.proxy import CuttingProxy
+from tests.waiting import wait_until
+from tests.working import get, running, wait_final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.raw_sql import Conn
+
+Kind = str
+
+
+@pytest.fixture(autouse=True)
+def effects(conn: Conn) -> Iterator[None]:
+    conn.execute("drop table if exists effects; create table effects (task_id uuid, n integer)")
+    yield
+    conn.execute("drop table effects")
+
+
+def count(conn: Conn) -> int:
+    row = conn.execute("select count(*) from effects").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def write_in(kind: Kind, then: Any = None, **options: Any) -> tasklib.TaskFunction[..., Any]:
+    """A task function of the kind that writes one row, and then does what it is told."""
+    sql = "insert into effects values (%s, %s)"
+
+    if kind == "sync":
+
+        @tasklib.task(name="write", **options)
+        def write(n: int) -> int:
+            current = tasklib.current_task()
+            current.connection.execute(sql, [current.id, n])
+            if then is not None:
+                then()
+            return n
+
+        return write
+
+    @tasklib.task(name="write", **options)
+    async def write_async(n: int) -> int:
+        current = tasklib.current_task()
+        await (await current.async_connection()).execute(sql, [current.id, n])
+        if then is not None:
+            then()
+        return n
+
+    return write_async
+
+
+kinds = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+@kinds
+def test_the_writes_come_with_the_completion(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """Before it, nobody sees them; after it, result, attempt and progress are as usual."""
+    seen: list[int] = []
+
+    def note() -> None:
+        seen.append(count(conn))
+        tasklib.current_task().progress(1)
+
+    write = write_in(kind, note)
+    with running(config, concurrency=3):
+        tasks = [wait_final(client, client.submit(write.new(n))) for n in range(3)]
+    assert [(task.state, task.result, task.attempt, task.progress) for task in tasks] == [
+        ("completed", {"value": n}, 1, {"done": 1}) for n in range(3)
+    ]
+    assert seen == [0, 1, 2]
+    assert count(conn) == 3
+    assert (
+        conn.execute("select outcome, count(*) from tasklib.task_attempts group by 1").fetchall()[0][0] == "COMPLETED"
+    )
+    assert conn.execute("select count(*) from tasklib.claims").fetchone() == (0,)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "raised",
+    [ValueError("no"), tasklib.Retry(), tasklib.Snooze(3600), tasklib.Cancel(), tasklib.Fail("no"), SystemExit()],
+)
+def test_a_task_that_raises_has_written_nothing(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind, raised: BaseException
+) -> None:
+    """Whatever it raises. Its failure is recorded all the same."""
+    ended = threading.Event()
+
+    def fail() -> None:
+        ended.set()
+        raise raised
+
+    write = write_in(kind, fail, max_retries=0)
+    with running(config):
+        task_id = client.submit(write.new(1))
+        assert ended.wait(20)
+        wait_until(
+            lambda: get(client, task_id).state not in {"claimed", "running"} and get(client, task_id).attempt > 0
+        )
+    assert count(conn) == 0
+    assert get(client, task_id).state == (
+        "pending"
+        if isinstance(raised, tasklib.Snooze)
+        else "cancelled"
+        if isinstance(raised, tasklib.Cancel)
+        else "failed"
+    )
+
+
+@kinds
+def test_a_retry_writes_once(client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind) -> None:
+    """Of three attempts one is left."""
+
+    def fail_twice() -> None:
+        if tasklib.current_task().attempt < 3:
+            raise ValueError
+
+    write = write_in(kind, fail_twice, backoff=tasklib.Fixed(0))
+    with running(config):
+        task = wait_final(client, client.submit(write.new(1)))
+    assert (task.state, task.attempt) == ("completed", 3)
+    assert count(conn) == 1
+
+
+def test_the_task_may_not_commit_by_itself(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:
+    """Psycopg's own words say why."""
+
+    @tasklib.task(max_retries=0)
+    def hasty() -> None:
+        tasklib.current_task().connection.execute("insert into effects values (null, 1)")
+        tasklib.current_task().connection.commit()
+
+    with running(config):
+        task = wait_final(client, client.submit_task(hasty))
+    assert task.error is not None
+    assert "Explicit commit() forbidden" in task.error
+    assert count(conn) == 0
+
+
+def test_an_error_that_was_swallowed_is_told(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:
+    """PostgreSQL has given up the transaction: to complete the task would be a lie."""
+
+    @tasklib.task(max_retries=0)
+    def careless() -> None:
+        connection = tasklib.current_task().connection
+        connection.execute("insert into effects values (null, 1)")
+        try:
+            connection.execute("select 1 / 0")
+        except psycopg.Error:
+            return
+
+    @tasklib.task
+    def careful() -> None:
+        connection = tasklib.current_task().connection
+        connection.execute("insert into effects values (null, 2)")
+        with pytest.raises(psycopg.Error), connection.transaction():
+            connection.execute("select 1 / 0")
+
+    with running(config):
+        failed = wait_final(client, client.submit_task(careless))
+        completed = wait_final(client, client.submit_task(careful))
+    assert failed.error is not None
+    assert "was not let through" in failed.error
+    assert completed.state == "completed"
+    assert conn.execute("select n from effects").fetchall() == [(2,)]
+
+
+@kinds
+def test_what_commit_refuses_fails_the_task(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """A deferred constraint speaks at COMMIT."""
+    conn.execute(
+        "alter table effects add unique (n) deferrable initially deferred; insert into effects values (null, 1)"
+    )
+    write = write_in(kind, max_retries=0)
+    with running(config):
+        task = wait_final(client, client.submit(write.new(1)))
+    assert (task.state, task.error_code) == ("failed", "UniqueViolation")
+    assert count(conn) == 1
+
+
+@kinds
+def test_who_has_lost_its_lease_writes_nothing(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """Another worker has the task by now: completion and writes are both refused."""
+    steal = "update tasklib.tasks set fencing_token = fencing_token + 1 where id = %s"
+    stolen = threading.Event()
+
+    def lose() -> None:
+        if not stolen.is_set():
+            conn.execute(steal, [tasklib.current_task().id])
+            stolen.set()
+
+    write = write_in(kind, lose)
+    with running(config):
+        task_id = client.submit(write.new(1))
+        assert stolen.wait(20)
+    assert count(conn) == 0
+    assert get(client, task_id).completed_at is None
+
+
+@kinds
+def test_connections_are_used_again(client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind) -> None:
+    """Clean: not in the row style that the task before had set."""
+    backends: list[Any] = []
+
+    def note(row: Any) -> None:
+        backends.append(row)
+
+    query = "select pg_backend_pid() as pid"
+    if kind == "sync":
+
+        @tasklib.task(name="job")
+        def job() -> None:
+            connection = tasklib.current_task().connection
+            note(connection.execute(query).fetchone())
+            connection.row_factory = dict_row
+            assert tasklib.current_task().connection is connection
+    else:
+
+        @tasklib.task(name="job")
+        async def job_async() -> None:
+            connection = await tasklib.current_task().async_connection()
+            note(await (await connection.execute(query)).fetchone())
+            connection.row_factory = dict_row
+            assert await tasklib.current_task().async_connection() is connection
+
+    with running(config):
+        for _ in range(3):
+            assert wait_final(client, client.submit_task("job")).state == "completed"
+        conn.execute("select pg_terminate_backend(%s)", [backends[0][0]])
+        wait_until(
+            lambda: conn.execute("select from pg_stat_activity where pid = %s", [backends[0][0]]).fetchone() is None
+        )
+        assert wait_final(client, client.submit_task("job")).state == "completed", "a dead one is replaced"
+    assert backends[0] == backends[1] == backends[2] != backends[3]
+    assert all(isinstance(row, tuple) for row in backends)
+
+
+def test_sync_and_async_are_told_apart(client: tasklib.Client, config: tasklib.Config) -> None:
+    """An error that names the other one."""
+
+    @tasklib.task(max_retries=0)
+    async def confused() -> None:
+        tasklib.current_task().connection.execute("select 1")
+
+    @tasklib.task(max_retries=0)
+    def puzzled() -> None:
+        coroutine = tasklib.current_task().async_connection()
+        coroutine.send(None)
+
+    with running(config, concurrency=2):
+        for function, hint in (
+            (confused, "await current_task().async_connection()"),
+            (puzzled, "current_task().connection"),
+        ):
+            task = wait_final(client, client.submit_task(function))
+            assert task.error is not None
+            assert hint in task.error
+
+
+@kinds
+def test_a_timeout_in_mid_query_rolls_back(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """And the query does not go on in the server."""
+    sleep = "insert into effects select null, 1 from pg_sleep(60)"
+    if kind == "sync":
+
+        @tasklib.task(name="slow", max_retries=0, timeout_seconds=0.3)
+        def slow() -> None:
+            tasklib.current_task().connection.execute(sleep)
+    else:
+
+        @tasklib.task(name="slow", max_retries=0, timeout_seconds=0.3)
+        async def slow_async() -> None:
+            await (await tasklib.current_task().async_connection()).execute(sleep)
+
+    with running(config):
+        task = wait_final(client, client.submit_task("slow"))
+        assert (task.state, task.error_code) == ("failed", "TIMEOUT")
+        running_query = "select from pg_stat_activity where query like 'insert into effects%' and state = 'active'"
+        wait_until(lambda: conn.execute(running_query).fetchone() is None, "the query to end")
+    assert count(conn) == 0
+
+
+@kinds
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_commit_is_found_out(database_url: str, conn: Conn, tmp_path: Path, kind: Kind, when: str) -> None:
+    """The connection is cut before COMMIT reaches the server, or before its answer comes back: the work is done again
+    in the first case, and not in the second. Effects and completions agree.
+    """
+    with CuttingProxy(database_url, tmp_path) as proxy:
+        config = tasklib.Config(proxy.url)
+        write = write_in(kind, lambda: proxy.cut_at_commit(when) if proxy.cuts == 0 else None)
+        with tasklib.Client(tasklib.Config(database_url)) as client, running(config):
+            task = wait_final(client, client.submit(write.new(1)), seconds=40)
+    assert proxy.cuts == 1
+    assert task.state == "completed"
+    assert task.attempt == (2 if when == "before" else 1)
+    assert count(conn) == 1
+
+
+def test_a_child_is_submitted_with_the_work(
+    app: None, client: tasklib.Client, config: tasklib.Config, conn: Conn
+) -> None:
+    """On the same connection: all or nothing."""
+    child = tasklib.task(name="child", queue="elsewhere")(lambda: None)
+
+    @tasklib.task(backoff=tasklib.Fixed(0))
+    def parent() -> None:
+        current = tasklib.current_task()
+        child.options(connection=current.connection).submit_sync()
+        if current.attempt == 1:
+            raise ValueError
+
+    with running(config, queues=["default"]):
+        parent_id = client.submit_task(parent)
+        wait_final(client, parent_id)
+    assert [task.parent_id for task in client.list_tasks(name="child")] == [parent_id]
+
+
+def test_the_connection_ends_with_the_task(client: tasklib.Client, config: tasklib.Config) -> None:
+    """What a task left running finds a closed door."""
+    kept: list[tasklib.CurrentTask] = []
+    tasklib.task(name="job")(lambda: kept.append(tasklib.current_task()))
+    with running(config):
+        wait_final(client, client.submit_task("job"))
+        with pytest.raises(tasklib.NoCurrentTask, match="has ended"):
+            kept[0].connection.execute("select 1")
+        kept[0].progress(1)
