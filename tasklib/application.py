@@ -11,7 +11,7 @@ from tasklib.errors import NotInitialised
 from tasklib.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
     from datetime import datetime, timedelta
     from uuid import UUID
 
@@ -33,16 +33,17 @@ class _Application:
 _application: _Application | None = None
 
 
-def init(config: Config | None = None) -> None:
+def init(config: Config | None = None, *, connection: Callable[[], Any] | None = None) -> None:
     """Say which database to use; without a Config, the one that the environment names (DATABASE_URL or PG*).
 
-    Opens no connection. Calling it again replaces the default client, as after `close`.
+    Opens no connection. Calling it again replaces the default client, as after `close`. `connection` returns the
+    sync connection in whose transaction submits are that name none: a framework's own, for the thread that asks.
     """
     global _application  # noqa: PLW0603 - the one default of the module-level functions
     config = Config.from_environment() if config is None else config
-    client = Client(config)
+    client = Client(config, connection=connection)
     close()
-    _application = _Application(client, AsyncClient(config, client.database))
+    _application = _Application(client, client.as_async())
 
 
 def close() -> None:

@@ -216,9 +216,9 @@ class _Signature:
         """The inverse of `split`. Any function may find an array here: who submits by name alone cannot know which
         parameters are positional-only.
         """
-        args = from_json(args_json)
-        if args in ({}, []) and not self.by_position_only:
+        if not self.by_position_only and args_json in ("{}", "[]"):
             return kwargs_json
+        args = from_json(args_json)
         kwargs = from_json(kwargs_json)
         if not isinstance(args, list) and args != {}:
             raise InvalidArguments(f"{task_name}: the stored args are not an array")

@@ -22,7 +22,7 @@ from tasklib.statements import Statements, as_uuid
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from tasklib.ids import TaskId
     from tasklib.options import SubmitOptions
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tasklib.task import TaskFunction
 
 R = TypeVar("R")
+T = TypeVar("T")
 CancelAnswer: TypeAlias = Literal["cancelled", "asked"] | None
 Awaited: TypeAlias = "UUID | str | Handle[Any]"  # what can be waited for: a task's id, or its handle
 
@@ -38,22 +39,25 @@ Awaited: TypeAlias = "UUID | str | Handle[Any]"  # what can be waited for: a tas
 class Client:
     """Sync. Safe to share between threads, and to keep across a fork."""
 
-    def __init__(self, config: Config, database: Database | None = None) -> None:
+    def __init__(
+        self, config: Config, database: Database | None = None, *, connection: Callable[[], Any] | None = None
+    ) -> None:
         self._statements = Statements(_checked(config))
         self.config = config
         self.database = database or Database(config)
+        self._connection = connection  # for submits that name none
 
     def as_sync(self) -> Client:
         return self
 
     def as_async(self) -> AsyncClient:
         """The same verbs for asyncio, over the same database."""
-        return AsyncClient(self.config, self.database)
+        return AsyncClient(self.config, self.database, through=None if self._connection is None else self)
 
     def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
         """Submit what `function.new(...)` made. With `connection`, in that connection's transaction."""
         _all_new([task])
-        return self.database.run(self._statements.submit(task), connection=connection)[0]
+        return self.database.run(self._statements.submit(task), connection=self._chosen(connection))[0]
 
     def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
         """Takes what `tasklib.submit_task` takes."""
@@ -63,7 +67,7 @@ class Client:
     def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
         """All or none, in one transaction; an id for each, in the order given."""
         given = _all_new(tasks)
-        batches = self.database.run(*self._statements.submit_many(given), connection=connection)
+        batches = self.database.run(*self._statements.submit_many(given), connection=self._chosen(connection))
         return _in_order(given, batches)
 
     def get_task(self, task_id: UUID | str) -> Task | None:
@@ -124,6 +128,9 @@ class Client:
     def close(self) -> None:
         self.database.close()
 
+    def _chosen(self, connection: Any) -> Any:
+        return self._connection() if connection is None and self._connection is not None else connection
+
     def __enter__(self) -> Self:
         return self
 
@@ -134,18 +141,21 @@ class Client:
 class AsyncClient:
     """The same verbs for asyncio. Safe to use from several event loops: each has its own connections."""
 
-    def __init__(self, config: Config, database: Database | None = None) -> None:
+    def __init__(self, config: Config, database: Database | None = None, *, through: Client | None = None) -> None:
         self._statements = Statements(_checked(config))
         self.config = config
         self.database = database or Database(config)
+        self._through = through  # submits that name no connection are on its own, a sync one
 
     def as_sync(self) -> Client:
-        return Client(self.config, self.database)
+        return self._through or Client(self.config, self.database)
 
     def as_async(self) -> AsyncClient:
         return self
 
     async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
+        if self._through is not None and connection is None:
+            return await _in_sync_thread(self._through.submit, task)
         _all_new([task])
         return (await self.database.run_async(self._statements.submit(task), connection=connection))[0]
 
@@ -154,6 +164,8 @@ class AsyncClient:
         return await self.submit(task, connection=connection)
 
     async def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
+        if self._through is not None and connection is None:
+            return await _in_sync_thread(self._through.submit_many, tasks)
         given = _all_new(tasks)
         batches = await self.database.run_async(*self._statements.submit_many(given), connection=connection)
         return _in_order(given, batches)
@@ -218,6 +230,13 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def _in_sync_thread(call: Callable[[T], R], given: T) -> R:
+    """Where a framework's async code reaches its sync connections: that thread has them, and their transactions."""
+    from asgiref.sync import sync_to_async  # noqa: PLC0415 - who has such connections has it
+
+    return await sync_to_async(call)(given)
 
 
 def _checked(config: Any) -> Config:

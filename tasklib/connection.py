@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psycopg
 from psycopg import conninfo, errors
 from psycopg.rows import tuple_row
+from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
 from pydantic_core import from_json
 
@@ -139,6 +140,7 @@ class WatchedConnection(psycopg.AsyncConnection[Any]):
 def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
     """What each connection of ours gets when it is new."""
     set_json_loads(load_json, conn)
+    conn.adapters.register_dumper(list, ListBinaryDumper)  # a fifth of the price of text
 
     def notice(diagnostic: errors.Diagnostic) -> None:
         # Cancelled while it waits for a synchronous standby, the server reports success all the same, and says in

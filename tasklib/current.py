@@ -17,6 +17,7 @@ from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import datetime
     from uuid import UUID
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_CHARACTERS = 1_000
 LARGEST = 1e15
-_current: ContextVar[CurrentTask] = ContextVar("tasklib_current_task")
+_current: ContextVar[Callable[[], CurrentTask]] = ContextVar("tasklib_current_task")
 
 
 class Surroundings(Protocol):
@@ -110,28 +111,28 @@ class CurrentTask:
 
 def current_task() -> CurrentTask:
     """The task that is running here. Outside of one, an error: `is_running_task()` asks first."""
-    task = _current.get(None)
-    if task is None:
+    describe = _current.get(None)
+    if describe is None:
         raise NoCurrentTask(
             "current_task() was called outside of a task: it works in a function that a worker runs, and in what that "
             "calls. In a test, run the function with tasklib.testing.run_inline."
         )
-    return task
+    return describe()
 
 
 def is_running_task() -> bool:
     return _current.get(None) is not None
 
 
-def enter_task(task: CurrentTask) -> None:
-    """For this context, which ends with the task."""
-    _current.set(task)
+def enter_task(describe: Callable[[], CurrentTask]) -> None:
+    """For this context, which ends with the task. It is described when somebody asks: most never do."""
+    _current.set(describe)
 
 
 def current_task_id() -> UUID | None:
     """The parent of what is submitted here."""
-    task = _current.get(None)
-    return None if task is None else task.id
+    describe = _current.get(None)
+    return None if describe is None else describe().id
 
 
 def _number(name: str, value: Any) -> Any:

@@ -7,9 +7,9 @@ chance and no database in here: the same task, outcome and moment always give th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
 
 from tasklib.errors import InvalidOptions
 from tasklib.retry import Exponential, delay_seconds
@@ -86,8 +86,7 @@ class Problem:
     text: str  # "Type: message", then the traceback
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(NamedTuple):
     result: str | None  # JSON text: {"value": ...}
 
 
@@ -147,8 +146,7 @@ AttemptOutcome = Literal[
 # --- What follows ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTask:
+class HeldTask(NamedTuple):
     """What is known of a task that a worker holds. Columns in the order of the statements that return them."""
 
     id: UUID
@@ -180,8 +178,7 @@ class Rules:
     timeout_delta_seconds: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(NamedTuple):
     """What becomes of a held task. `due_at` is when a waiting one may run again; None: at once."""
 
     state: State
@@ -203,11 +200,11 @@ class Settlement:
 
 def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Settlement:  # noqa: PLR0911 - one for each outcome
     """What becomes of the task. Complete: every outcome has its answer, whatever the task's state."""
-    if task.cancel_asked_at is not None and not isinstance(outcome, Completed):
+    if isinstance(outcome, Completed):
+        return Settlement(State.COMPLETED, "COMPLETED", result=outcome.result)
+    if task.cancel_asked_at is not None:
         return _cancelled_on_request(task, outcome)
     match outcome:
-        case Completed(result):
-            return Settlement(State.COMPLETED, "COMPLETED", result=result)
         case Failed(problem, may_retry, delay):
             return _failed("FAILED", task, problem, now, rules, may_retry=may_retry, delay=delay)
         case TimedOut(problem):
@@ -287,10 +284,10 @@ def _crashed(task: HeldTask, reason: str, now: datetime, rules: Rules, *, worker
         suspect=task.state == State.RUNNING or task.suspect or task.crash_count > 0,
     )
     if task.on_crash == "fail":
-        return replace(crash, state=State.FAILED)
+        return crash._replace(state=State.FAILED)
     if is_strike and task.strikes + 1 >= rules.bury_after:
         buried = Problem("BURIED", reason, f"Buried: {reason}; strike {task.strikes + 1} of {rules.bury_after}")
-        return replace(crash, state=State.BURIED, problem=buried)
+        return crash._replace(state=State.BURIED, problem=buried)
     return crash
 
 

@@ -5,7 +5,7 @@ Statements are values. Sync and async, one's own connection and the caller's, al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, LiteralString, NamedTuple, TypedDict, TypeVar, Unpack
 from uuid import UUID
 
@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 
 BATCH_ROWS = 1_000
 MAX_LIST_LIMIT = 10_000
-_HELD_COLUMNS = len(fields(HeldTask))
+_HELD_COLUMNS = len(HeldTask._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,7 @@ class Statements:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedTask:
+class ClaimedTask(NamedTuple):
     """A task as it comes out of a claim."""
 
     held: HeldTask
@@ -161,7 +160,7 @@ class ClaimedTask:
 
     @classmethod
     def from_row(cls, row: Row) -> ClaimedTask:
-        return cls(HeldTask(*row[:_HELD_COLUMNS]), *row[_HELD_COLUMNS:])
+        return cls(HeldTask._make(row[:_HELD_COLUMNS]), *row[_HELD_COLUMNS:])
 
     def order(self) -> tuple[int, datetime, UUID]:
         return -self.priority, self.created_at, self.held.id
@@ -199,6 +198,16 @@ class WorkerStatements:
         """`settled` are JSON objects, one a task, as `settlement_json` writes them."""
         parameters = (worker_id, f"[{','.join(settled)}]", list(claim_ids))
         return Statement(self._tasks["settle"], parameters, _read_column)
+
+    def complete(
+        self,
+        worker_id: str,
+        completed: Sequence[tuple[UUID, int, datetime | None, datetime, str | None]],
+        claim_ids: Iterable[int] = (),
+    ) -> Statement[list[UUID]]:
+        """(task, token, started, finished, result): what succeeded, and needs nothing else."""
+        columns = [list(column) for column in zip(*completed, strict=True)]
+        return Statement(self._tasks["complete"], (worker_id, *columns, list(claim_ids)), _read_column)
 
     def unlocked(self, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Those of them whose rows nobody holds."""

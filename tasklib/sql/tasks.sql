@@ -132,7 +132,10 @@ with taken as (
               limit (select $5::integer)
               for update skip locked) as next
          limit 1000))
-    returning *
+    returning id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
+              suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at,
+              args::text as args, kwargs::text as kwargs, tags::text as tags, parent_id, priority, created_at,
+              store_result, locked_until
 ), noted as (
     insert into tasklib.claims (worker_id, locked_until, task_ids)
     select $1::text, max(locked_until), array_agg(id) from taken having count(*) > 0
@@ -140,7 +143,7 @@ with taken as (
 )
 select taken.id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
        suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at,
-       args::text, kwargs::text, tags::text, parent_id, priority, created_at, store_result, clock_timestamp(), noted.id
+       args, kwargs, tags, parent_id, priority, created_at, store_result, clock_timestamp(), noted.id
 from taken, noted;
 
 
@@ -183,7 +186,8 @@ update tasklib.tasks as task
 -- A waiting task says with due_at when its time comes; without, it is ready at once. What is left out stays as it is
 -- (scheduled_at, started_at), or is cleared (result, error), unless the task waits without having failed. A task that
 -- was asked to stop does not go on, also when its worker had not heard of it. The clock is read once: between two looks
--- a due time could pass, and the row would wait for nothing.
+-- a due time could pass, and the row would wait for nothing. The worker's own may be a little ahead: what is due at once
+-- by that is ready.
 -- name: settle
 with given as (
     select *
@@ -211,7 +215,7 @@ with given as (
                               goes_on and task.cancel_asked_at is null as waits,
                               case when goes_on and task.cancel_asked_at is not null then 'cancelled'
                                    else given.state end as state,
-                              clock_timestamp() as now
+                              greatest(clock_timestamp(), given.finished_at) as now
                          from (select given.state = 'pending' or given.state = 'failed' and given.due_at is not null)
                               as which (goes_on)) as became),
            scheduled_at = coalesce(given.scheduled_at, task.scheduled_at),
@@ -243,6 +247,36 @@ with given as (
 select id, (select tasklib.ring_all(array_agg(queue)) from settled
              where ready or due_at < clock_timestamp() + interval '1 minute' having count(*) > 0)
   from settled;
+
+
+-- The same for what simply succeeded, which is nearly everything: from arrays, and with nothing to decide. It takes three
+-- fifths of the time of `settle`, and the same guard.
+-- name: complete
+with given as (
+    select * from unnest($2::uuid[], $3::bigint[], $4::timestamptz[], $5::timestamptz[], $6::text[])
+        as each (id, token, started_at, finished_at, result)
+    where token between 1 and 9223372036854775807
+), settled as (
+    update tasklib.tasks as task
+       set state = 'completed', ready = false, due_at = null, next_retry_at = null, completed_at = given.finished_at,
+           result = given.result::jsonb, error = null, error_code = null, started_at = given.started_at,
+           attempt = task.attempt + (task.state = 'claimed')::integer, suspect = false,
+           cancel_asked_at = null, worker_id = null, claimed_at = null, locked_until = null
+      from given
+     where task.id = given.id and task.fencing_token = given.token and task.worker_id = $1::text
+       and task.state in ('claimed', 'running')
+    returning task.id, task.attempt, task.fencing_token, task.started_at, given.finished_at
+), attempts as (
+    insert into tasklib.task_attempts (
+        task_id, fencing_token, started_at, finished_at, attempt, worker_pid, will_retry, outcome, worker_id,
+        worker_hostname, worker_process_name)
+    select settled.id, fencing_token, settled.started_at, finished_at, attempt, worker.pid, false, 'COMPLETED',
+           $1::text, worker.hostname, worker.process_name
+      from settled left join tasklib.workers as worker on worker.worker_id = $1::text
+), unclaimed as (
+    delete from tasklib.claims where worker_id = $1::text and id = any($7::bigint[])
+)
+select id from settled;
 
 
 -- Which of these rows nobody holds: a settlement that met a locked one goes on without it.

@@ -159,7 +159,9 @@ class Buffer:
             self._is_stuck = False
             average = self._average_seconds
             self._average_seconds = seconds if average is None else average + (seconds - average) * 0.05
-        self._freed(by=execution)
+            after = self._after_end(execution.is_coroutine)
+        for each in after:
+            each()
 
     def dropped(self, execution: Execution) -> None:
         """It will not begin."""
@@ -228,13 +230,20 @@ class Buffer:
     def _freed(self, *, by: Execution | None) -> None:
         """Something may start that could not. The loop that has just ended a task takes the next one by itself."""
         with self._lock:
-            is_short = bool(self._careful) or self._is_short()
-            pokes_loop = bool(self._waiting[True] or self._admitted[True]) and not (by is not None and by.is_coroutine)
+            after = self._after_end(by is not None and by.is_coroutine)
+        for each in after:
+            each()
+
+    def _after_end(self, is_coroutine: bool) -> list[Callable[[], None]]:
+        """Whom to wake, without the lock."""
+        after = []
+        if self._careful or self._is_short():
+            after.append(self.on_free)
+        if not is_coroutine and (self._waiting[True] or self._admitted[True]):
+            after.append(self.on_work[True])
+        if self._idle_threads:
             self._changed.notify_all()
-        if is_short:
-            self.on_free()
-        if pokes_loop:
-            self.on_work[True]()
+        return after
 
     def _take(self, is_coroutine: bool) -> Execution | None:
         if not self._is_open or not self._may_start():

@@ -46,6 +46,7 @@ class Menu:
         self.queues = None if queues is None else list(dict.fromkeys(queues))
         self._names = None if names is None else sorted(set(names))
         self._found: list[str] = []
+        self._is_coroutine: dict[str, bool] = {}
 
     def names(self) -> list[str]:
         return self._names if self._names is not None else sorted(each.name for each in self._registry)
@@ -68,7 +69,10 @@ class Menu:
     def execution(self, claimed: ClaimedTask) -> Execution:
         name = claimed.held.name
         function = self._registry.get(name) if name in self._registry else None
-        return Execution(claimed, function, is_coroutine=function is not None and is_async(function.function))
+        is_coroutine = self._is_coroutine.get(name)
+        if is_coroutine is None:
+            is_coroutine = self._is_coroutine[name] = function is not None and is_async(function.function)
+        return Execution(claimed, function, is_coroutine=is_coroutine)
 
 
 def is_async(function: Callable[..., object]) -> bool:

@@ -21,7 +21,7 @@ class Reading:
     doubt: float  # the answer took so long
 
     def at(self, moment: float) -> datetime:
-        return self.said + timedelta(seconds=moment - self.asked_at)
+        return self.said + timedelta(0, moment - self.asked_at)
 
     def doubt_at(self, moment: float) -> float:
         return self.doubt + DRIFT * (moment - self.asked_at)

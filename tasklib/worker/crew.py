@@ -35,6 +35,7 @@ from tasklib.worker.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from tasklib.config import Config
@@ -106,6 +107,7 @@ class Crew:
             config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
             config.retry_jitter,
         )  # fmt: skip
+        self._rules: dict[Any, Rules] = {}
         self._connect()
 
     def _connect(self) -> None:
@@ -139,23 +141,27 @@ class Crew:
 
     def report(self, execution: Execution, outcome: Outcome) -> None:
         """An execution has ended, or will not begin."""
+        now = self._clock.now()
         seconds = max(time.monotonic() - execution.started, 0.0)
-        settlement = self._decide(execution, outcome)
-        self.finisher.add(execution, settlement)
+        settlement = self._decide(execution, outcome, now)
+        self.finisher.add(execution, settlement, now)
         self.buffer.done(execution, seconds) if settlement.began else self.buffer.dropped(execution)
         self.loops["finish"].wake()
         if logger.isEnabledFor(logging.INFO) or settlement.problem is not None:
             _tell(execution.task, settlement, seconds)
 
-    def _decide(self, execution: Execution, outcome: Outcome) -> Settlement:
+    def _decide(self, execution: Execution, outcome: Outcome, now: datetime) -> Settlement:
         function = execution.function
         backoff = (function.task_options.backoff if function is not None else None) or self._default_backoff
-        rules = Rules(backoff, self._config.bury_after, self._config.timeout_delta_seconds)
+        rules = self._rules.get(backoff)
+        if rules is None:
+            rules = Rules(backoff, self._config.bury_after, self._config.timeout_delta_seconds)
+            self._rules[backoff] = rules
         try:
-            return decide(execution.task, outcome, self._clock.now(), rules)
+            return decide(execution.task, outcome, now, rules)
         except BaseException:  # noqa: BLE001 - the backoff is the user's function
             log.exception("backoff.failed", task=execution.task.name, consequence="the default policy was used")
-            return decide(execution.task, outcome, self._clock.now(), Rules(self._default_backoff))
+            return decide(execution.task, outcome, now, Rules(self._default_backoff))
 
     def _after_settlement(self) -> None:
         self._settled.set()
@@ -224,7 +230,7 @@ class Crew:
         """Nothing held, and a look that began afterwards found nothing."""
         while not self.stop_asked.is_set():
             self._settled.clear()
-            if self.claimer.is_drained and self.buffer.is_idle():
+            if self.buffer.is_idle():
                 self.claimer.is_drained = False
                 self._look_again()
                 if self.claimer.is_drained and self.buffer.is_idle():

@@ -6,7 +6,6 @@ import ctypes
 import math
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tasklib.outcomes import TaskInterrupt
@@ -73,7 +72,7 @@ class Execution:
             self.deadline = self.started + self.task.timeout_seconds
 
     def ask_to_cancel(self, asked_at: datetime) -> None:
-        self.task = replace(self.task, cancel_asked_at=asked_at)
+        self.task = self.task._replace(cancel_asked_at=asked_at)
 
     def interrupt(self, kind: type[TaskInterrupt]) -> None:
         """Once: a second exception could land in the clean-up that the first one caused."""

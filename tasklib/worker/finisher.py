@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psycopg
 
@@ -22,17 +21,18 @@ from tasklib.states import State
 from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
     from uuid import UUID
 
-    from tasklib.statements import WorkerStatements
+    from tasklib.statements import Statement, WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.execution import Execution
     from tasklib.worker.session import Session
 
 T = TypeVar("T")
+K = TypeVar("K")
 UNSTORABLE = "UNSTORABLE"
 LARGEST_BATCH = 1_000
 LARGEST_BATCH_CHARACTERS = 8_000_000
@@ -41,14 +41,27 @@ MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
 PROGRESS_EVERY_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """An execution and what becomes of its task."""
 
     execution: Execution
     settlement: Settlement
     finished_at: datetime
     progress: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """A success, and nothing more to say of it."""
+        return (
+            self.settlement.state is State.COMPLETED
+            and self.settlement.problem is None
+            and self.progress is None
+            and self.execution.started_at is not None
+        )
+
+    def to_row(self) -> tuple[UUID, int, datetime | None, datetime, str | None]:
+        task = self.execution.task
+        return task.id, task.fencing_token, self.execution.started_at, self.finished_at, self.settlement.result
 
     def to_json(self) -> str:
         execution = self.execution
@@ -77,8 +90,8 @@ class Finisher:
         self.is_resting = False  # until it is woken: who starts a task has to
         self.on_settled: Callable[[], None] = lambda: None
 
-    def add(self, execution: Execution, settlement: Settlement) -> None:
-        self._ended.append(Ended(execution, settlement, self._clock.now(), self.take_progress(execution)))
+    def add(self, execution: Execution, settlement: Settlement, finished_at: datetime) -> None:
+        self._ended.append(Ended(execution, settlement, finished_at, self.take_progress(execution)))
 
     def note_progress(self, execution: Execution, progress: str) -> bool:
         """True: it is the first to be written, and somebody should wake us."""
@@ -108,7 +121,7 @@ class Finisher:
     def mark(self, executions: Sequence[Execution], session: Session) -> list[Execution]:
         """Those that are `running` in the database from now on; the others are somebody else's."""
         marked = set()
-        for worker_id, own in _by_worker(executions, lambda each: each.task.worker_id).items():
+        for worker_id, own in _grouped(executions, lambda each: each.task.worker_id).items():
             started = [(each.id, each.task.fencing_token, each.started_at or self._clock.now()) for each in own]
             marked |= set(session.run(self._statements.start(worker_id, started)))
         for each in executions:
@@ -118,7 +131,7 @@ class Finisher:
     def _flush(self) -> None:
         """A batch leaves the memory only when it is committed, or cannot ever be."""
         batch = self._next_batch()
-        for worker_id, own in _by_worker(batch, lambda each: each.execution.task.worker_id).items():
+        for (worker_id, _), own in _grouped(batch, lambda each: (each.execution.task.worker_id, each.is_plain)).items():
             self._settle(worker_id, own)
         for _ in batch:
             self._ended.popleft()
@@ -129,7 +142,7 @@ class Finisher:
     def _next_batch(self) -> list[Ended]:
         batch: list[Ended] = []
         size = 0
-        for each in itertools.islice(self._ended, self._most):
+        for each in list(itertools.islice(self._ended, self._most)):  # in one step: others append
             size += len(each.settlement.result or "") + len(
                 each.settlement.problem.text if each.settlement.problem else ""
             )
@@ -141,10 +154,8 @@ class Finisher:
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
         executions = {each.execution for each in batch}
         claims = self._buffer.claims_ended_by(executions)
-        settled_here = [each.to_json() for each in batch if not each.execution.is_committed]
-        statement = self._statements.settle(worker_id, settled_here, claims)
         try:
-            settled = set(self._session.run(statement))
+            settled = set(self._session.run(self._statement(worker_id, batch, claims)))
         except psycopg.errors.LockNotAvailable:
             self._settle_unlocked(worker_id, batch)
             return
@@ -157,6 +168,13 @@ class Finisher:
             return
         self._tell_lost(batch, settled)
         self._buffer.settled(executions)
+
+    def _statement(self, worker_id: str, batch: Sequence[Ended], claims: Iterable[int]) -> Statement[list[UUID]]:
+        """What was committed in its own transaction only ends its claim here."""
+        own = [each for each in batch if not each.execution.is_committed]
+        if own and own[0].is_plain:
+            return self._statements.complete(worker_id, [each.to_row() for each in own], claims)
+        return self._statements.settle(worker_id, [each.to_json() for each in own], claims)
 
     def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
         """Somebody holds a row of the batch: the others do not wait for it."""
@@ -185,7 +203,7 @@ class Finisher:
             )
             self._buffer.settled([alone.execution])
             return
-        self._settle(worker_id, [replace(alone, settlement=_without_what_was_refused(alone.settlement, reason))])
+        self._settle(worker_id, [alone._replace(settlement=_without_what_was_refused(alone.settlement, reason))])
 
     def _tell_lost(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
         """After a lost connection nothing was written the second time because it was the first."""
@@ -211,17 +229,16 @@ class Finisher:
                 each.is_marked = True  # somebody else's too: the finish will tell
 
     def _write_progress(self) -> None:
-        """Of what still executes: the end of the others brings their last word."""
+        """A word is kept until it is written: the task may end in the meantime, and takes it along."""
         if not self._progress or time.monotonic() < self._progress_at:
             return
-        said = [(each, self._progress.pop(each)) for each in self._buffer.executing() if each in self._progress]
         self._progress_at = time.monotonic() + PROGRESS_EVERY_SECONDS
-        for worker_id, own in _by_worker(said, lambda each: each[0].task.worker_id).items():
-            self._session.run(
-                self._statements.note_progress(
-                    worker_id, [(each.id, each.task.fencing_token, progress) for each, progress in own]
-                )
-            )
+        for worker_id, own in _grouped(list(self._progress.items()), lambda said: said[0].task.worker_id).items():
+            said = [(each.id, each.task.fencing_token, progress) for each, progress in own]
+            self._session.run(self._statements.note_progress(worker_id, said))
+            for each, progress in own:
+                if self._progress.get(each) is progress:
+                    self._progress.pop(each, None)
 
     def _next_round(self) -> float | None:
         pauses = [self._next_mark(), self._progress_at - time.monotonic() if self._progress else None]
@@ -240,8 +257,7 @@ class Finisher:
 def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement:
     problem = Problem(UNSTORABLE, storable(reason), f"Unstorable: PostgreSQL refused the outcome: {storable(reason)}")
     is_completed = settlement.state == State.COMPLETED
-    return replace(
-        settlement,
+    return settlement._replace(
         state=State.FAILED if is_completed else settlement.state,
         outcome="FAILED" if is_completed else settlement.outcome,
         result=None,
@@ -250,9 +266,11 @@ def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement
     )
 
 
-def _by_worker(items: Sequence[T], worker_id: Callable[[T], str]) -> dict[str, list[T]]:
-    """A worker that was given up for dead goes on under a new id; what it still held has the old one."""
-    grouped: dict[str, list[T]] = {}
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """By the worker's id, first of all: one that was given up for dead goes on under a new id, and what it still held
+    has the old one.
+    """
+    grouped: dict[K, list[T]] = {}
     for item in items:
-        grouped.setdefault(worker_id(item), []).append(item)
+        grouped.setdefault(key(item), []).append(item)
     return grouped

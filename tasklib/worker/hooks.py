@@ -1,4 +1,5 @@
-"""What an application does once per worker process: open a pool, load a model, and close them again.
+"""What an application does once per worker process: open a pool, load a model, and close them again; and what it does
+around each task.
 
 Sync hooks run before the first task, in the thread that starts the worker; async ones on the tasks' own event loop.
 """
@@ -8,17 +9,23 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasklib.log import log
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+    from contextlib import AbstractContextManager
+
     from tasklib.worker.runners import CoroutineRunner
 
 Hook = TypeVar("Hook", bound=Callable[[], Any])
+Around = TypeVar("Around", bound="Callable[[], AbstractContextManager[Any]]")
 
 _on_start: list[Callable[[], Any]] = []
 _on_stop: list[Callable[[], Any]] = []
+_around: list[Callable[[], Any]] = []
 
 
 def on_worker_start(hook: Hook) -> Hook:
@@ -31,6 +38,33 @@ def on_worker_stop(hook: Hook) -> Hook:
     """Called when a worker has finished its last task, in the reverse order of definition."""
     _on_stop.append(hook)
     return hook
+
+
+def around_task(hook: Around) -> Around:
+    """A function that makes a context manager: each task function is called inside one, in its own thread. An async
+    task function gets those that can be entered by `async with`, too. What one raises fails the task.
+    """
+    _around.append(hook)
+    return hook
+
+
+def call_inside_hooks(call: Callable[[], Any]) -> Any:
+    if not _around:  # most workers have none
+        return call()
+    with ExitStack() as stack:
+        for hook in _around:
+            stack.enter_context(hook())
+        return call()
+
+
+async def await_inside_hooks(call: Callable[[], Awaitable[Any]]) -> Any:
+    if not _around:
+        return await call()
+    async with AsyncExitStack() as stack:
+        for made in [hook() for hook in _around]:
+            if hasattr(made, "__aenter__"):
+                await stack.enter_async_context(made)
+        return await call()
 
 
 def run_start_hooks(loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:

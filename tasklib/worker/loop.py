@@ -36,7 +36,8 @@ class Loop(threading.Thread):
         self.beats = 0  # grows with every round: a hung loop's does not
 
     def wake(self) -> None:
-        self._woken.set()
+        if not self._woken.is_set():  # many times cheaper
+            self._woken.set()
 
     def stop(self) -> None:
         self._is_stopping = True

@@ -34,6 +34,7 @@ from tasklib.worker.problems import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import datetime
     from uuid import UUID
 
     from tasklib.config import Config
@@ -66,7 +67,7 @@ class Transactions:
         config: Config,
         statements: WorkerStatements,
         clock: DatabaseClock,
-        decide: Callable[[Execution, Outcome], Settlement],
+        decide: Callable[[Execution, Outcome, datetime], Settlement],
         take_progress: Callable[[Execution], str | None],
     ) -> None:
         self._dsn = connection_string(config)
@@ -152,9 +153,9 @@ class Transactions:
             self._idle_async.pop().pgconn.finish()
 
     def _completion(self, execution: Execution, outcome: Completed) -> Statement[list[UUID]]:
-        settlement = self._decide(execution, outcome)
+        now = self._clock.now()
         settled = settlement_json(
-            execution.task, settlement, started_at=execution.started_at, finished_at=self._clock.now(),
+            execution.task, self._decide(execution, outcome, now), started_at=execution.started_at, finished_at=now,
             progress=self._take_progress(execution),
         )  # fmt: skip
         return self._statements.settle(execution.task.worker_id, [settled])

@@ -13,7 +13,7 @@ import functools
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, LiteralString, TypeVar
 
@@ -738,7 +738,7 @@ class QueueMachine(RuleBasedStateMachine):
         settlements, expected = [], []
         for held, outcome in ended:
             task, is_ours = self.tasks[held.id], self.is_held(worker, held)
-            seen = replace(held, cancel_asked_at=now) if held.id in asked else held
+            seen = held._replace(cancel_asked_at=now) if held.id in asked else held
             if is_ours and task.state == "running" and outcome in NOT_BEGUN:
                 outcome = Interrupted(began=True)  # noqa: PLW2901 - what it has marked has begun
             settlement = decide(seen, outcome, now, RULES)

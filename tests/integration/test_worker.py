@@ -856,9 +856,9 @@ def test_a_delayed_task_starts_on_time(client: tasklib.Client, config: tasklib.C
     """An idle worker starts it within 20 ms of its time, and never before. The best of several: machines are shared."""
     began: list[datetime] = []
     tick = tasklib.task(name="tick")(lambda: began.append(datetime.now(UTC)))
-    late = []
+    late: list[float] = []
     with running(config, poll_interval_seconds=0.5, listen=listen):
-        for _ in range(6):
+        while len(late) < 20 and min(late, default=1.0) >= 0.020:
             due = datetime.now(UTC) + timedelta(seconds=0.7)
             task_id = client.submit_task(tick, scheduled_at=due)
             wait_final(client, task_id)
@@ -870,16 +870,18 @@ def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: task
     """As promptly as a delayed one."""
     began: list[float] = []
 
-    @tasklib.task(max_retries=4, backoff=tasklib.Fixed(0.3))
+    def late() -> list[float]:
+        return [later - earlier - 0.3 for earlier, later in itertools.pairwise(began)]
+
+    @tasklib.task(max_retries=20, backoff=tasklib.Fixed(0.3))
     def flaky() -> None:
         began.append(time.monotonic())
-        if len(began) < 5:
+        if len(began) < 5 or (len(began) < 20 and min(late()) >= 0.020):
             raise OSError("again")
 
     with running(config, poll_interval_seconds=60):
         wait_final(client, client.submit_task(flaky))
-    gaps = sorted(later - earlier - 0.3 for earlier, later in itertools.pairwise(began))
-    assert -0.001 <= gaps[0] < 0.020
+    assert -0.001 <= min(late()) < 0.020
 
 
 def test_a_flood_of_foreign_notifications_changes_nothing(
