@@ -86,7 +86,7 @@ from tasklib.submission import NewTask
 from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
 from tasklib.version import __version__
 from tasklib.worker import TaskWorker
-from tasklib.worker.hooks import on_worker_start, on_worker_stop
+from tasklib.worker.hooks import around_task, on_worker_start, on_worker_stop
 
 __all__ = [
     "AsyncClient",
@@ -144,6 +144,7 @@ __all__ = [
     "TasklibError",
     "TimeoutInterrupt",
     "__version__",
+    "around_task",
     "as_completed",
     "as_completed_sync",
     "cancel_task",

@@ -88,8 +88,9 @@ async def submit_task(
 ) -> TaskId:
     """Submit a task and return its id, once it is committed.
 
-    Higher `priority` runs first. With `connection`, a psycopg connection, the submit is part of that connection's
-    transaction: rolled back means never existed. A task can be named by a string when its function is not at hand.
+    Higher `priority` runs first. With `connection` (psycopg's, SQLAlchemy's, asyncpg's or Django's), the submit is part
+    of that connection's transaction: rolled back means never existed. A task can be named by a string when its function
+    is not at hand.
     """
     return await default_async_client().submit_task(
         func,

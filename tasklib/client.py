@@ -90,13 +90,17 @@ class Client:
         return Handle(task_id, self, None if function is None else function.returns)
 
     def wait_for(self, tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:
-        """Wait until all of them are final, and return them in the order given; also those that failed."""
+        """Wait until all of them are final, and return them in the order given; also those that failed. `ResultTimeout`
+        if that takes more than `timeout` seconds, for all of them together.
+        """
         wanted = _ids(tasks)
         found = {task.id: task for task in self.as_completed(wanted, timeout)}
         return [found[task_id] for task_id in wanted]
 
     def as_completed(self, tasks: Iterable[Awaited], timeout: float | None = None) -> Iterator[Task]:
-        """Each as soon as it is final. All wait on one connection, however many there are."""
+        """Each as soon as it is final; `ResultTimeout` when `timeout` seconds have passed before the last is. All wait
+        on one connection, however many there are.
+        """
         waiting = set(_ids(tasks))
         deadline = _deadline(timeout)
         arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
@@ -106,8 +110,9 @@ class Client:
                 try:
                     found = arrived.get(timeout=_remaining(deadline))
                 except queue.Empty:
-                    raise _too_late(waiting, timeout) from None
-                yield _arrived(found, waiting)
+                    yield from self._last_look(waiting, timeout)
+                else:
+                    yield _arrived(found, waiting)
         finally:
             ticket.leave()
 
@@ -127,6 +132,10 @@ class Client:
 
     def close(self) -> None:
         self.database.close()
+
+    def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:
+        """So that a short timeout, or none at all, still finds what is there."""
+        return _in_time(self.database.run(self._statements.final([*waiting]))[0], waiting, timeout)
 
     def _chosen(self, connection: Any) -> Any:
         return self._connection() if connection is None and self._connection is not None else connection
@@ -208,8 +217,10 @@ class AsyncClient:
                 try:
                     found = await asyncio.wait_for(arrived.get(), _remaining(deadline))
                 except TimeoutError:
-                    raise _too_late(waiting, timeout) from None
-                yield _arrived(found, waiting)
+                    for task in await self._last_look(waiting, timeout):
+                        yield task
+                else:
+                    yield _arrived(found, waiting)
         finally:
             ticket.leave()
 
@@ -224,6 +235,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         await self.database.close_async()
+
+    async def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:  # noqa: ASYNC109 - told, not kept
+        return _in_time((await self.database.run_async(self._statements.final([*waiting])))[0], waiting, timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -285,8 +299,12 @@ def _ids(tasks: Any) -> list[UUID]:
     return [each.id if isinstance(each, Handle) else as_uuid(each) for each in tasks]
 
 
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
+def _deadline(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise InvalidOptions(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
+    return time.monotonic() + timeout
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -300,9 +318,13 @@ def _arrived(found: Task | Exception, waiting: set[UUID]) -> Task:
     return found
 
 
-def _too_late(waiting: set[UUID], timeout: float | None) -> ResultTimeout:
-    some = ", ".join(str(task_id) for task_id in sorted(waiting)[:3])
-    return ResultTimeout(f"{len(waiting)} of the tasks were not final after {timeout:g} s: {some}")
+def _in_time(final: list[Task], waiting: set[UUID], timeout: float | None) -> list[Task]:
+    late = waiting - {task.id for task in final}
+    if late:
+        some = ", ".join(str(task_id) for task_id in sorted(late)[:3])
+        raise ResultTimeout(f"{len(late)} of the tasks were not final after {timeout:g} s: {some}")
+    waiting.clear()
+    return final
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:

@@ -35,6 +35,7 @@ class Config:
     default_task_timeout_seconds: _Seconds | None = None
     worker_id: str | None = None
 
+    listen_database_url: str | None = field(default=None, repr=False)  # where LISTEN works, if not at database_url
     schema: str = "tasklib"
     auto_migrate: bool = False
     pool_size: Annotated[int, Field(ge=1)] = 10
@@ -61,13 +62,22 @@ class Config:
         # A lease must end before a lock: otherwise the lock of a live worker could pass before it is extended.
         object.__setattr__(self, "lease_seconds", min(self.lease_seconds, self.lock_timeout_seconds / 1.5))
         object.__setattr__(self, "database_url", _SQLALCHEMY_DRIVER.sub(r"\1", self.database_url))
+        if self.listen_database_url is not None:
+            listen = _SQLALCHEMY_DRIVER.sub(r"\1", self.listen_database_url)
+            object.__setattr__(self, "listen_database_url", listen)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """TASKLIB_DATABASE_URL, else DATABASE_URL, else libpq's own PG* variables; TASKLIB_SCHEMA."""
+        """TASKLIB_DATABASE_URL, else DATABASE_URL, else libpq's own PG* variables; TASKLIB_LISTEN_DATABASE_URL;
+        TASKLIB_SCHEMA.
+        """
         url = environment.get("TASKLIB_DATABASE_URL") or environment.get("DATABASE_URL") or ""
         if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
             raise InvalidConfig(
                 "no database is configured: set DATABASE_URL (postgresql://user@host/database) or libpq's PG* variables"
             )
-        return cls(database_url=url, schema=environment.get("TASKLIB_SCHEMA", "tasklib"))
+        return cls(
+            database_url=url,
+            listen_database_url=environment.get("TASKLIB_LISTEN_DATABASE_URL") or None,
+            schema=environment.get("TASKLIB_SCHEMA", "tasklib"),
+        )

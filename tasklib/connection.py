@@ -4,6 +4,7 @@ commit for a certain one, and speaks of its failures in our errors.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -13,7 +14,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
-from psycopg import conninfo, errors
+from psycopg import conninfo, errors, sql
 from psycopg.rows import tuple_row
 from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
@@ -31,7 +32,7 @@ from tasklib.errors import (
 from tasklib.strict_json import MAX_NUMBER_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from tasklib.config import Config
     from tasklib.statements import Statement
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RV = TypeVar("RV")
 CANCEL_SECONDS = 2.0
+GREETING_SECONDS = 10.0
 
 _UNESCAPED_AT = re.compile(r"\w+://[^/?#]*@[^/?#]*@")
 
@@ -55,40 +57,47 @@ _CONNECTION_DEFAULTS = {
 
 
 def connection_string(config: Config) -> str:
-    if _UNESCAPED_AT.match(config.database_url):
+    return _conninfo("database_url", config.database_url)
+
+
+def listen_connection_string(config: Config) -> str:
+    """For what must LISTEN: a direct address, where there is one."""
+    if config.listen_database_url is None:
+        return connection_string(config)
+    return _conninfo("listen_database_url", config.listen_database_url)
+
+
+def _conninfo(field: str, url: str) -> str:
+    if _UNESCAPED_AT.match(url):
         # libpq would take the rest of the password for the host, and say so in its error.
-        raise InvalidConfig('database_url has two "@": write the one in the password as %40')
+        raise InvalidConfig(f'{field} has two "@": write the one in the password as %40')
     try:
-        given = conninfo.conninfo_to_dict(config.database_url)
+        given = conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError:
         # libpq's own message repeats parts of the string, and with them the password.
         raise InvalidConfig(
-            "database_url cannot be read: write postgresql://user:password@host:port/database or libpq's key=value form"
+            f"{field} cannot be read: write postgresql://user:password@host:port/database or libpq's key=value form"
         ) from None
     return conninfo.make_conninfo("", **{**_CONNECTION_DEFAULTS, **given, "client_encoding": "utf8"})
 
 
-def worker_connection_string(config: Config, role: str, *, settings: str = "") -> str:
-    """For a worker's own connections. Their statements all go by an index. A plan that was made while the table was
-    empty would read all of it, and be kept until the first ANALYZE; these settings rule that out.
-    """
-    given = conninfo.conninfo_to_dict(connection_string(config))
-    options = " ".join(filter(None, [_INDEXES_ONLY, _READ_COMMITTED, settings, str(given.get("options") or "")]))
-    name = f"{given['application_name']}:{role}"
-    return conninfo.make_conninfo("", **{**given, "application_name": name, "options": options})
-
-
-_INDEXES_ONLY = "-c enable_seqscan=off -c enable_hashjoin=off -c enable_mergejoin=off -c enable_bitmapscan=off"
-_READ_COMMITTED = (
-    r"-c default_transaction_isolation=read\ committed"  # guarded statements need no more, and do not fail
-)
-
-
-def without_planner_settings(dsn: str) -> str:
-    """PgBouncer refuses to pass `options` on."""
+def worker_connection_string(config: Config, role: str) -> str:
+    """For a worker's own connections: who looks at pg_stat_activity sees what each is for."""
+    dsn = listen_connection_string(config) if role == "listen" else connection_string(config)
     given = conninfo.conninfo_to_dict(dsn)
-    given.pop("options", None)
-    return conninfo.make_conninfo("", **given)
+    return conninfo.make_conninfo(dsn, application_name=f"{given['application_name']}:{role}")
+
+
+# A worker's statements all go by an index. A plan that was made while the table was empty would read all of it, and be
+# kept until the first ANALYZE; these settings rule that out. Its guarded statements need no stricter isolation, in
+# which they might fail.
+WORKER_SETTINGS = {
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "enable_bitmapscan": "off",
+    "default_transaction_isolation": "read committed",
+}
 
 
 # Shutdown by an administrator, in a crash, while starting; the database dropped; idle sessions and transactions ended.
@@ -108,6 +117,7 @@ class BoundedConnection(psycopg.Connection[Any]):
 
     deadline = math.inf
     doubt: str | None = None
+    is_pooled: bool = False  # before the server is a pooler: the next transaction may be another server connection's
 
     def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
         return super().wait(self._until_deadline(gen), *args, **kwargs)
@@ -135,6 +145,7 @@ class BoundedConnection(psycopg.Connection[Any]):
 
 class WatchedConnection(psycopg.AsyncConnection[Any]):
     doubt: str | None = None
+    is_pooled: bool = False
 
 
 def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
@@ -149,6 +160,48 @@ def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
             conn.doubt = diagnostic.message_primary or "no word from the synchronous standby"
 
     conn.add_notice_handler(notice)
+
+
+def meet(conn: BoundedConnection, settings: Mapping[str, str] | None = None) -> None:
+    """Prepare a new connection, and find out whether a pooler is in between. The settings are for the whole session,
+    and only if it is ours alone.
+    """
+    prepare_connection(conn)
+    deadline = conn.deadline
+    conn.deadline = min(deadline, time.monotonic() + GREETING_SECONDS)
+    _note_pooler(conn, conn.execute(*_greeting(conn, settings or {})).fetchone())
+    if not conn.autocommit:
+        conn.rollback()
+    conn.deadline = deadline
+
+
+async def meet_async(conn: WatchedConnection) -> None:
+    prepare_connection(conn)
+    async with asyncio.timeout(GREETING_SECONDS):
+        cursor = await conn.execute(*_greeting(conn, {}))
+        _note_pooler(conn, await cursor.fetchone())
+        if not conn.autocommit:
+            await conn.rollback()
+
+
+def _greeting(
+    conn: BoundedConnection | WatchedConnection, settings: Mapping[str, str]
+) -> tuple[sql.Composed, list[int]]:
+    """Asks who answers. A session that is ours alone gets its settings in the same round trip; one behind a pooler must
+    not, for the next client would inherit them. `options` at the start would do as well, but PgBouncer refuses them.
+    """
+    given = sql.SQL("").join(
+        sql.SQL(", case when pg_backend_pid() = %s then set_config({}, {}, false) end").format(name, value)
+        for name, value in settings.items()
+    )
+    return sql.SQL("select pg_backend_pid()") + given, [conn.info.backend_pid] * len(settings)
+
+
+def _note_pooler(conn: BoundedConnection | WatchedConnection, greeted: Sequence[Any] | None) -> None:
+    """A pooler makes up a process id for each of its clients, to know them again when they cancel."""
+    conn.is_pooled = greeted is None or greeted[0] != conn.info.backend_pid
+    if conn.is_pooled:
+        conn.prepare_threshold = None
 
 
 def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:

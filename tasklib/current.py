@@ -46,10 +46,12 @@ class Surroundings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CurrentTask:
+    """The task that is running here. `attempt` counts executions that began, from 1."""
+
     id: UUID
     name: str
     queue: str
-    attempt: int  # 1 is the first
+    attempt: int
     retry_count: int
     started_at: datetime
     timeout_seconds: float | None
@@ -77,7 +79,7 @@ class CurrentTask:
 
     @property
     def cancel_asked(self) -> bool:
-        """Somebody cancelled it: whatever it does now, short of completing, it will be cancelled."""
+        """Somebody cancelled it: it will be cancelled, unless it completes."""
         return self.surroundings.cancel_asked
 
     @property
@@ -99,7 +101,9 @@ class CurrentTask:
     @property
     def connection(self) -> psycopg.Connection[Any]:
         """A psycopg connection in a transaction that also completes the task: what is written here and the completion
-        are committed together, exactly once, when the function returns. If it raises, all of it is rolled back.
+        are committed together, exactly once, when the function returns. If it raises, all of it is rolled back. A
+        commit of its own is refused, and an error in SQL spoils it: put `with connection.transaction():` around what
+        may fail.
         For async functions: `await current_task().async_connection()`.
         """
         return self.surroundings.connection()

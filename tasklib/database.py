@@ -27,7 +27,9 @@ from tasklib.connection import (
     connection_string,
     is_connection_lost,
     is_passing_conflict,
-    prepare_connection,
+    listen_connection_string,
+    meet,
+    meet_async,
     raise_doubt,
     send,
     send_async,
@@ -54,7 +56,9 @@ class Database:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._conninfo = connection_string(config)
-        self.waiting_room = WaitingRoom(self._conninfo, Statements(config), config.database_timeout_seconds)
+        self.waiting_room = WaitingRoom(
+            listen_connection_string(config), Statements(config), config.database_timeout_seconds
+        )
         self._is_schema_checked = False
         self._processes: dict[int, _ProcessPools] = {}
         weakref.finalize(self, _close_this_process, self._processes)
@@ -178,7 +182,7 @@ class _ProcessPools:
                     self._conninfo,
                     connection_class=BoundedConnection,
                     kwargs={"autocommit": True},
-                    configure=prepare_connection,
+                    configure=meet,
                     min_size=0,
                     max_size=self._size,
                     open=True,
@@ -221,7 +225,7 @@ class _LoopPool:
             conninfo,
             connection_class=WatchedConnection,
             kwargs={"autocommit": True},
-            configure=_prepare_async,
+            configure=meet_async,
             min_size=0,
             max_size=size,
             open=False,
@@ -248,10 +252,6 @@ class _LoopPool:
             yield
         finally:
             await self.pool.close()
-
-
-async def _prepare_async(conn: WatchedConnection) -> None:
-    prepare_connection(conn)
 
 
 def _close_this_process(processes: dict[int, _ProcessPools]) -> None:

@@ -61,7 +61,9 @@ class InvalidResult(TasklibError, ValueError):
 
 
 class TaskFailed(TasklibError):
-    """The task whose result was asked for did not succeed."""
+    """The task whose result was asked for did not succeed: its `task_id`, `name`, `state` and error `code`; `message`,
+    "Type: what happened"; `traceback`, the text as it is stored, which begins with the message.
+    """
 
     def __init__(self, *, task_id: UUID, name: str, state: str, code: str, error: str) -> None:
         self.task_id = task_id

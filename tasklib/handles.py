@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -57,23 +57,27 @@ class Handle(Generic[R]):
         return _found(self.id, await self._async().get_task(self.id))
 
     def status(self) -> State:
+        """Its state, now."""
         return self.task().state
 
     async def status_async(self) -> State:
         return (await self.task_async()).state
 
     async def result(self, timeout: float | None = None) -> R:  # noqa: ASYNC109 - it takes part in no cancel scope
-        """What the function returned, as soon as it has; `TaskFailed` if it did not succeed, `ResultTimeout` after
-        `timeout` seconds. The task goes on then, and can be asked again.
+        """What the function returned, as soon as it has, retries included. `TaskFailed` if it did not succeed,
+        `TaskNotFound` if there is no such task, `InvalidResult` if what is stored is not what the function says it
+        returns. `ResultTimeout` after `timeout` seconds (None: never); the task goes on then, and can be asked again.
         """
         [task] = await self._async().wait_for([self.id], timeout)
         return self._value(task)
 
     def result_sync(self, timeout: float | None = None) -> R:
+        """`result` for code that is not async."""
         [task] = self._sync().wait_for([self.id], timeout)
         return self._value(task)
 
     def cancel(self, reason: str | None = None) -> CancelAnswer:
+        """Answers "cancelled": it waited, and will not run; "asked": a worker is asked to stop; None: it is final."""
         return self._sync().cancel_task(self.id, reason)
 
     async def cancel_async(self, reason: str | None = None) -> CancelAnswer:
@@ -105,18 +109,19 @@ def failure_of(task: Task) -> TaskFailed:
 
 def result_of(task: Task, returns: TypeAdapter[R] | None) -> R:
     """The stored result, as the type that the function says it returns, where it says one."""
-    stored: Any = (task.result or {}).get("value")
-    if isinstance(task.result, dict) and "not_stored" in task.result:
-        raise InvalidResult(f"{task.name} ({task.id}) completed, but its result: {task.result['not_stored']}")
-    if returns is None or task.result is None:
-        value: R = stored
-        return value
+    stored: Any = task.result
+    if isinstance(stored, dict) and "not_stored" in stored:
+        raise InvalidResult(f"{task.name} ({task.id}) completed, but its result was not stored: {stored['not_stored']}")
+    value: Any = stored["value"] if isinstance(stored, dict) and "value" in stored else stored
+    if returns is None or stored is None:
+        return cast("R", value)
     try:
-        return returns.validate_json(to_json(stored))
+        return returns.validate_json(to_json(value))
     except ValidationError as error:
+        reasons = "; ".join(each["msg"] for each in error.errors(include_input=False))
         raise InvalidResult(
-            f"{task.name} ({task.id}) completed, but what is stored does not fit the type that it returns: {error}",
-            stored,
+            f"{task.name} ({task.id}) completed, but what is stored does not fit the type that it returns: {reasons}",
+            value,
         ) from None
 
 

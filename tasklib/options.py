@@ -40,7 +40,7 @@ class SubmitOptions(TypedDict, total=False):
     idempotency_key: str | None
     store_result: bool | None
     on_crash: OnCrash | None
-    connection: Any  # a psycopg connection whose transaction the submit joins
+    connection: Any  # whose transaction the submit joins: see tasklib/borrowed.py
 
 
 RESERVED_PARAMETERS = frozenset(SubmitOptions.__annotations__)

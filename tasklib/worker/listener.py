@@ -1,5 +1,8 @@
-"""Hears rings. A direct, autocommit connection, checked by a round trip of its own notification: behind a transaction
-pooler LISTEN succeeds and hears nothing. While it is deaf, the poll does the work.
+"""Hears rings, on a direct, autocommit connection. While it is deaf, the poll does the work.
+
+Behind a transaction pooler LISTEN succeeds and hears nothing, or what is meant for somebody else: there, none is sent.
+Elsewhere it is checked by the round trip of a notification, before the channels that matter are listened to and every
+ten seconds after that.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from uuid import UUID, uuid4
 from psycopg import sql
 
 from tasklib.log import log
+from tasklib.statements import Statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,11 +42,12 @@ class Listener:
         self._on_cancel = on_cancel
         self._check_channel = f"tasklib_check_{uuid4().hex}"
         rings = ["task_new"] if queues is None else [f"task_queue_{queue}" for queue in queues]
-        self._channels = [*rings, "task_cancel", self._check_channel]
+        self._channels = [*rings, "task_cancel"]
         self._connection = 0
         self._check_at = 0.0
         self._unheard_since: float | None = None
         self.is_heard = False
+        self.is_deaf = False
 
     def run_once(self) -> float | None:
         try:
@@ -54,31 +59,41 @@ class Listener:
 
     def _listen(self) -> float:
         conn = self._session.connection()
+        if conn.is_pooled and not self._session.has_own_address:
+            return self._give_up()
         conn.deadline = time.monotonic() + ANSWER_SECONDS
         if self._session.connections != self._connection:
-            self._subscribe(conn)
+            self._begin(conn)
         if time.monotonic() >= self._check_at and self._unheard_since is None:
             conn.execute("select pg_notify(%s, '')", [self._check_channel])
             self._unheard_since = time.monotonic()
-        for notification in conn.notifies(timeout=LISTEN_SECONDS):
+        for notification in conn.notifies(timeout=LISTEN_SECONDS, stop_after=None if self.is_heard else 1):
             self._hear(notification.channel, notification.payload)
+        if self._unheard_since is None and not self.is_heard:
+            self._subscribe(conn)
         return self._judge()
 
-    def _subscribe(self, conn: BoundedConnection) -> None:
-        for channel in self._channels:
-            conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+    def _begin(self, conn: BoundedConnection) -> None:
+        """The first notification comes from the address by which tasks come: another database would ring for nobody."""
+        self.is_heard = False
+        listen(conn, [self._check_channel])
         self._connection = self._session.connections
         self._check_at = 0.0
         self._unheard_since = None
+        if self._session.has_own_address:
+            self._session.run_by_main_address(ring(self._check_channel))
+            self._unheard_since = time.monotonic()
+
+    def _subscribe(self, conn: BoundedConnection) -> None:
+        listen(conn, self._channels)
+        self.is_heard, self.is_deaf = True, False
+        log.info("listener.heard", channels=len(self._channels))
         self._on_ring()  # what was sent while nobody listened
 
     def _hear(self, channel: str, payload: str) -> None:
         if channel == self._check_channel:
             self._unheard_since = None
             self._check_at = time.monotonic() + CHECK_EVERY_SECONDS
-            if not self.is_heard:
-                self.is_heard = True
-                log.info("listener.heard", channels=len(self._channels) - 1)
         elif channel == "task_cancel":
             self._on_cancel(_as_uuid(payload))
         else:
@@ -87,14 +102,28 @@ class Listener:
     def _judge(self) -> float:
         if self._unheard_since is None or time.monotonic() - self._unheard_since < CHECK_WAIT_SECONDS:
             return 0.0
-        log.warning(
-            "listener.deaf",
-            consequence="new tasks are found by the poll alone",
-            hint="is there a pooler in transaction mode before the database? give the worker a direct address",
-        )
-        self.is_heard = False
+        return self._give_up()
+
+    def _give_up(self) -> float:
+        """For a while: what is between us and the database may change."""
+        if not self.is_deaf:
+            log.warning(
+                "listener.deaf",
+                consequence="new tasks are found by the poll alone",
+                hint="is there a pooler before the database? give a direct address as Config.listen_database_url",
+            )
+        self.is_heard, self.is_deaf = False, True
         self._session.close()
         return DEAF_PAUSE_SECONDS
+
+
+def listen(conn: BoundedConnection, channels: Sequence[str]) -> None:
+    for channel in channels:
+        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+
+
+def ring(channel: str) -> Statement[None]:
+    return Statement("select pg_notify($1, '')", (channel,), lambda _: None)
 
 
 def _as_uuid(payload: str) -> UUID:

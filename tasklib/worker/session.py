@@ -5,19 +5,23 @@ Not from a pool: each loop has its own, so that none waits for another, and the 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
 
 from tasklib.connection import (
+    WORKER_SETTINGS,
     BoundedConnection,
     is_connection_lost,
     is_passing_conflict,
-    prepare_connection,
+    meet,
     send,
-    without_planner_settings,
     worker_connection_string,
 )
 from tasklib.log import log
@@ -35,11 +39,15 @@ class Session:
     """`run` sends one statement and reads its answer. Raises psycopg's errors: the loops know what to do."""
 
     def __init__(self, config: Config, role: str, *, timeout_seconds: float | None = None, settings: str = "") -> None:
-        self._dsn = worker_connection_string(config, role, settings=settings)
+        self._config = config
+        self._dsn = worker_connection_string(config, role)
+        self._settings = WORKER_SETTINGS | dict(re.findall(r"-c (\w+)=(\S+)", settings))
+        self._settings_for_once = _set_local(self._settings)
         self._timeout_seconds = timeout_seconds or config.database_timeout_seconds
         self._conn: BoundedConnection | None = None
         self._connected_at = math.inf
-        self._is_pooled = False
+        self._has_told_of_pooler = False
+        self.has_own_address = role == "listen" and config.listen_database_url is not None
         self.connections = 0  # how often it has connected: who remembers the number can tell a new connection
 
     def run(self, statement: Statement[T]) -> T:
@@ -52,12 +60,21 @@ class Session:
                     raise
         return self._send(conn, statement)
 
+    def run_by_main_address(self, statement: Statement[T]) -> T:
+        """On a connection for this once."""
+        with contextlib.closing(Session(self._config, "check")) as other:
+            return other.run(statement)
+
     def connection(self) -> BoundedConnection:
         if self._conn is None or self._conn.closed:
             self._conn = self._connect()
             self._connected_at = time.monotonic()
             self.connections += 1
         return self._conn
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.connection().is_pooled
 
     @property
     def age_seconds(self) -> float:
@@ -72,7 +89,7 @@ class Session:
     def _send(self, conn: BoundedConnection, statement: Statement[T]) -> T:
         conn.deadline = time.monotonic() + self._timeout_seconds
         try:
-            return send(conn, [statement])[0]
+            return self._send_pooled(conn, statement) if conn.is_pooled else send(conn, [statement])[0]
         except psycopg.Error as error:
             if conn.closed or is_connection_lost(error) or error.sqlstate in _LOST_PREPARED:
                 self.close()
@@ -80,17 +97,44 @@ class Session:
         finally:
             conn.deadline = math.inf
 
-    def _connect(self) -> BoundedConnection:
-        try:
-            conn = BoundedConnection.connect(self._dsn, autocommit=True)
-        except psycopg.OperationalError as error:
-            if "unsupported startup parameter" not in str(error):
+    def _send_pooled(self, conn: BoundedConnection, statement: Statement[T]) -> T:
+        """A server connection is ours for one transaction, and so are its settings: they go with each statement, all in
+        one round trip.
+        """
+        with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
+            try:
+                with conn.pipeline():
+                    conn.execute("begin isolation level read committed")
+                    conn.execute(self._settings_for_once)
+                    cursor.execute(statement.sql, statement.parameters, binary=True)
+                    conn.execute("commit")
+            except psycopg.Error:
+                _end_transaction(conn)
                 raise
-            log.info("pooler.found", consequence="planner settings cannot be sent")
-            self._dsn = without_planner_settings(self._dsn)
-            self._is_pooled = True
-            conn = BoundedConnection.connect(self._dsn, autocommit=True)
-        if self._is_pooled:
-            conn.prepare_threshold = None  # the next transaction may be another server connection's
-        prepare_connection(conn)
+            return statement.read(cursor.fetchall() if cursor.description else [])
+
+    def _connect(self) -> BoundedConnection:
+        conn = BoundedConnection.connect(self._dsn, autocommit=True)
+        try:
+            meet(conn, self._settings)
+        except BaseException:
+            conn.close()
+            raise
+        if conn.is_pooled and not self._has_told_of_pooler:
+            self._has_told_of_pooler = True
+            log.info("pooler.found", consequence="nothing is prepared, settings go with each statement")
         return conn
+
+
+def _end_transaction(conn: BoundedConnection) -> None:
+    with contextlib.suppress(psycopg.Error):  # the error before it says more
+        conn.rollback()
+    if conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+        conn.close()
+
+
+def _set_local(settings: dict[str, str]) -> sql.Composed:
+    set_config = sql.SQL("set_config({}, {}, true)")
+    return sql.SQL("select ") + sql.SQL(", ").join(
+        set_config.format(name, value) for name, value in settings.items() if name != "default_transaction_isolation"
+    )

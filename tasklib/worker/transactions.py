@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import psycopg
+from psycopg import conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
@@ -31,6 +33,7 @@ from tasklib.log import log
 from tasklib.outcomes import Completed, Failed, Interrupted
 from tasklib.statements import settlement_json
 from tasklib.worker.problems import problem_of
+from tasklib.worker.runners import outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +48,12 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", BoundedConnection, WatchedConnection)
 
+MOST_FREE_RUNS = 10  # that a broken connection may cause, before it is taken for the task's own fault
+
 # A task may think for as long as its own timeout says. Sent first of all, it also tells whether the connection lives.
-_BEGIN = "set local idle_in_transaction_session_timeout = 0"
+# The mark is gone when the transaction is: a COMMIT or ROLLBACK in the task's own SQL, which psycopg cannot refuse.
+_BEGIN = "select set_config('idle_in_transaction_session_timeout', '0', true), set_config('tasklib.task', 'here', true)"
+_IS_WHOLE = "select current_setting('tasklib.task', true) = 'here'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Transaction(Generic[C]):
 
 class Transactions:
     """At most one for each task that runs, so at most as many connections as there are slots. Those that ended are kept
-    for the next: a pool would bring threads of its own.
+    for the next: a pool would bring threads of its own. One that is kept for the other kind of function makes room.
     """
 
     def __init__(
@@ -70,32 +77,36 @@ class Transactions:
         decide: Callable[[Execution, Outcome, datetime], Settlement],
         take_progress: Callable[[Execution], str | None],
     ) -> None:
-        self._dsn = connection_string(config)
+        self._dsn = conninfo.make_conninfo(connection_string(config), application_name="tasklib:task")
         self._seconds = config.database_timeout_seconds
         self._statements = statements
         self._clock = clock
         self._decide = decide
         self._take_progress = take_progress
+        self._opening = threading.Lock()
+        self._opening_async = asyncio.Lock()
         self._idle: list[BoundedConnection] = []
         self._idle_async: list[WatchedConnection] = []
 
     def open(self, execution: Execution) -> BoundedConnection:
         if execution.is_coroutine:
             raise InvalidOptions("in an async function: await current_task().async_connection()")
-        _refuse_ended(execution)
-        if execution.transaction is None:
-            execution.transaction = self._begin()
-        conn: BoundedConnection = execution.transaction.conn
-        return conn
+        with self._opening:  # the task may have threads of its own
+            _refuse_ended(execution)
+            if execution.transaction is None:
+                execution.transaction = self._begin()
+            conn: BoundedConnection = execution.transaction.conn
+            return conn
 
     async def open_async(self, execution: Execution) -> WatchedConnection:
         if not execution.is_coroutine:
             raise InvalidOptions("in a function that is not async: current_task().connection")
-        _refuse_ended(execution)
-        if execution.transaction is None:
-            execution.transaction = await self._begin_async()
-        conn: WatchedConnection = execution.transaction.conn
-        return conn
+        async with self._opening_async:  # two may ask at once
+            _refuse_ended(execution)
+            if execution.transaction is None:
+                execution.transaction = await self._begin_async()
+            conn: WatchedConnection = execution.transaction.conn
+            return conn
 
     def end(self, execution: Execution, outcome: Outcome) -> Outcome:
         """The function has ended so: commit, or roll back. The answer is what the outcome is after that."""
@@ -105,8 +116,13 @@ class Transactions:
             return outcome
         conn: BoundedConnection = transaction.conn
         conn.deadline = time.monotonic() + self._seconds
+        conn.row_factory = tuple_row  # the task may have set another
         try:
             if isinstance(outcome, Completed):
+                if conn.closed:
+                    return _spoilt(_CLOSED)
+                if conn.execute(_IS_WHOLE).fetchone() != (True,):
+                    return _spoilt(_ENDED)
                 if not send(conn, [self._completion(execution, outcome)])[0]:
                     return _not_ours(execution)
                 execution.is_committed = None  # from here on nobody knows, until the answer comes
@@ -132,9 +148,14 @@ class Transactions:
 
     async def _end_async(self, execution: Execution, outcome: Outcome, transaction: Transaction[Any]) -> Outcome:
         conn: WatchedConnection = transaction.conn
+        conn.row_factory = tuple_row
         try:
             if isinstance(outcome, Completed):
+                if conn.closed:
+                    return _spoilt(_CLOSED)
                 async with asyncio.timeout(self._seconds):
+                    if await (await conn.execute(_IS_WHOLE)).fetchone() != (True,):
+                        return _spoilt(_ENDED)
                     if not (await send_async(conn, [self._completion(execution, outcome)]))[0]:
                         return _not_ours(execution)
                     execution.is_committed = None
@@ -193,12 +214,14 @@ class Transactions:
                 return Transaction(conn, block)
 
     def _connect(self) -> BoundedConnection:
+        _make_room(self._idle_async)
         conn = BoundedConnection.connect(self._dsn)
         prepare_connection(conn)
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
         return conn
 
     async def _connect_async(self) -> WatchedConnection:
+        _make_room(self._idle)
         conn = await WatchedConnection.connect(self._dsn)
         prepare_connection(conn)
         await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
@@ -215,7 +238,6 @@ class Transactions:
             _tell_broken(error)
             conn.pgconn.finish()
         conn.deadline = float("inf")
-        conn.row_factory = tuple_row
         if _is_clean(conn):
             self._idle.append(conn)
         else:
@@ -231,7 +253,6 @@ class Transactions:
         except Exception as error:  # noqa: BLE001 - as above
             _tell_broken(error)
             conn.pgconn.finish()
-        conn.row_factory = tuple_row
         if _is_clean(conn):
             self._idle_async.append(conn)
         else:
@@ -255,19 +276,38 @@ def _not_ours(execution: Execution) -> Outcome:
 
 def _outcome_of(execution: Execution, error: Exception) -> Outcome:
     """The function has returned, and its work was not committed; or, if the connection broke, perhaps was. Then the
-    task is given back, which changes nothing if it was.
+    task is given back at no cost, which changes nothing if it was.
     """
-    if not isinstance(error, psycopg.Error) or is_connection_lost(error):
-        _tell_broken(error, task=execution.task.name, task_id=execution.id)
-        return Interrupted(began=True)
-    execution.is_committed = False
+    task = execution.task
     if isinstance(error, psycopg.errors.InFailedSqlTransaction):
-        broken = InvalidOptions(
-            "an error on current_task().connection was not let through: PostgreSQL has given up the transaction, and "
-            "nothing of it can be committed. Use `with connection.transaction():` around what may fail."
-        )
-        return Failed(problem_of(broken.with_traceback(error.__traceback__)))
-    return Failed(problem_of(error))
+        return _spoilt(_ABORTED)
+    if not isinstance(error, psycopg.Error) or is_connection_lost(error):
+        _tell_broken(error, task=task.name, task_id=task.id)
+        if execution.is_committed is None or task.attempt - task.retry_count < MOST_FREE_RUNS:
+            return Interrupted(began=True)
+    execution.is_committed = False
+    return outcome_of(execution, error)
+
+
+_CLOSED = "current_task().connection was closed, by the task or by the server, before the task had ended"
+_ENDED = (
+    "the transaction of current_task().connection was ended by a COMMIT or ROLLBACK in the task's own SQL: what was "
+    "written before it is not part of the completion. Leave both to the worker."
+)
+_ABORTED = (
+    "an error on current_task().connection was not let through: PostgreSQL has given up the transaction, and nothing "
+    "of it can be committed. Use `with connection.transaction():` around what may fail."
+)
+
+
+def _spoilt(reason: str) -> Failed:
+    """Nothing can be completed in this transaction any more."""
+    return Failed(problem_of(InvalidOptions(reason), code="TRANSACTION_SPOILT"))
+
+
+def _make_room(idle: list[Any]) -> None:
+    with contextlib.suppress(IndexError):
+        idle.pop().pgconn.finish()
 
 
 def _tell_broken(error: Exception, **about: object) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
 import pytest
 from psycopg.rows import dict_row
 
 import tasklib
+from tasklib.worker import transactions
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
 from tests.working import get, running, wait_final
@@ -177,8 +180,129 @@ def test_an_error_that_was_swallowed_is_told(client: tasklib.Client, config: tas
         completed = wait_final(client, client.submit_task(careful))
     assert failed.error is not None
     assert "was not let through" in failed.error
+    assert failed.error_code == "TRANSACTION_SPOILT"
     assert completed.state == "completed"
     assert conn.execute("select n from effects").fetchall() == [(2,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "rollback; insert into effects values (null, 2)"])
+def test_the_end_of_the_transaction_in_raw_sql_is_told(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, end: str
+) -> None:
+    """Psycopg does not see it; what is written afterwards would be another transaction."""
+
+    @tasklib.task(max_retries=0)
+    def sly() -> None:
+        tasklib.current_task().connection.execute("insert into effects values (null, 1)")
+        for each in end.split("; "):
+            tasklib.current_task().connection.execute(each.encode())
+
+    with running(config):
+        task = wait_final(client, client.submit_task(sly))
+    assert (task.state, task.error_code) == ("failed", "TRANSACTION_SPOILT")
+    assert task.error is not None
+    assert "COMMIT or ROLLBACK" in task.error
+    assert count(conn) == (1 if end == "commit" else 0)
+
+
+@kinds
+def test_a_task_that_closes_its_connection_fails(client: tasklib.Client, config: tasklib.Config, kind: Kind) -> None:
+    """And is not run again and again at no cost."""
+    if kind == "sync":
+
+        @tasklib.task(name="close", max_retries=0)
+        def close() -> None:
+            tasklib.current_task().connection.close()
+    else:
+
+        @tasklib.task(name="close", max_retries=0)
+        async def close_async() -> None:
+            await (await tasklib.current_task().async_connection()).close()
+
+    with running(config):
+        task = wait_final(client, client.submit_task("close"))
+    assert (task.state, task.error_code, task.attempt) == ("failed", "TRANSACTION_SPOILT", 1)
+
+
+def test_a_connection_that_always_breaks_is_the_tasks_own_fault(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn
+) -> None:
+    """At first it costs nothing: a server may have been restarted. Not for ever."""
+
+    @tasklib.task(max_retries=0)
+    def breaking() -> None:
+        row = tasklib.current_task().connection.execute("select pg_backend_pid()").fetchone()
+        assert row is not None
+        conn.execute("select pg_terminate_backend(%s)", [row[0]])
+        gone = "select from pg_stat_activity where pid = %s"
+        wait_until(lambda: conn.execute(gone, [row[0]]).fetchone() is None, "its end")
+
+    with running(config):
+        task = wait_final(client, client.submit_task(breaking), seconds=60)
+    assert task.state == "failed"
+    assert task.attempt == transactions.MOST_FREE_RUNS + 1
+
+
+def test_two_that_ask_at_once_get_one_transaction(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:
+    """In an async function, and in the threads of a sync one."""
+
+    async def insert(n: int) -> None:
+        connection = await tasklib.current_task().async_connection()
+        await connection.execute("insert into effects values (null, %s)", [n])
+
+    @tasklib.task
+    async def gathers() -> None:
+        await asyncio.gather(*(insert(n) for n in range(5)))
+
+    @tasklib.task
+    def threads() -> None:
+        current, together = tasklib.current_task(), threading.Barrier(5)
+
+        def insert_here(n: int) -> None:
+            together.wait(20)
+            current.connection.execute("insert into effects values (null, %s)", [n])
+
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(insert_here, range(5)))
+
+    with running(config):
+        for done, name in enumerate(("gathers", "threads"), start=1):
+            assert wait_final(client, client.submit_task(name)).state == "completed"
+            assert count(conn) == 5 * done
+
+
+def test_there_are_no_more_connections_than_slots(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:
+    """Kept ones of sync functions make room for those of async ones."""
+    together = threading.Barrier(3)
+
+    @tasklib.task
+    def meet() -> None:
+        tasklib.current_task().connection.execute("select 1")
+        together.wait(20)
+
+    @tasklib.task
+    async def meet_async() -> None:
+        await (await tasklib.current_task().async_connection()).execute("select pg_sleep(0.2)")
+
+    with running(config, concurrency=3):
+        for function in (meet, meet_async, meet):
+            for task_id in [client.submit_task(function) for _ in range(3)]:
+                assert wait_final(client, task_id).state == "completed"
+            opened = conn.execute("select count(*) from pg_stat_activity where application_name = 'tasklib:task'")
+            assert opened.fetchone() <= (3,)  # type: ignore[operator]  # there is a row
+
+
+@kinds
+def test_the_tasks_rules_hold_at_commit(client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind) -> None:
+    """What is not to be retried is not, and its code is the task's own."""
+    conn.execute(
+        "alter table effects add unique (n) deferrable initially deferred; insert into effects values (null, 1)"
+    )
+    unique = psycopg.errors.UniqueViolation
+    write = write_in(kind, no_retry_on=[unique], error_codes={unique: "DUP"}, max_retries=3)
+    with running(config):
+        task = wait_final(client, client.submit(write.new(1)))
+    assert (task.state, task.error_code, task.attempt) == ("failed", "DUP", 1)
 
 
 @kinds
@@ -304,7 +428,7 @@ def test_a_timeout_in_mid_query_rolls_back(
 
 @kinds
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_lost_commit_is_found_out(database_url: str, conn: Conn, tmp_path: Path, kind: Kind, when: str) -> None:
+def test_a_lost_commit_is_found_out(database_url: str, conn: Conn, tmp_path: Path, kind: Kind, when: Fate) -> None:
     """The connection is cut before COMMIT reaches the server, or before its answer comes back: the work is done again
     in the first case, and not in the second. Effects and completions agree.
     """

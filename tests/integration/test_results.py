@@ -112,6 +112,23 @@ def test_a_result_of_another_type_is_told(app: None, worker: Any) -> None:
     with pytest.raises(tasklib.InvalidResult, match="does not fit") as raised:
         price.submit_handle_sync().result_sync(20)
     assert raised.value.value == "a lot"
+    assert "a lot" not in str(raised.value), "results may be secrets, and errors are logged"
+
+
+def test_what_sql_has_stored_is_read_as_it_is(app: None, client: tasklib.Client, conn: Conn) -> None:
+    """Not every result was written by a worker."""
+    task_id = client.submit_task("nobody")
+    conn.execute(
+        "update tasklib.tasks set state = 'completed', ready = false, completed_at = now(), result = '5' where id = %s",
+        [task_id],
+    )
+    assert tasklib.handle(task_id).result_sync(0) == 5
+
+
+@pytest.mark.parametrize("wrong", ["5", True, -1, float("nan")])
+def test_a_timeout_is_a_number(app: None, wrong: Any) -> None:
+    with pytest.raises(tasklib.InvalidOptions, match="timeout must be a number"):
+        tasklib.handle(uuid4()).result_sync(wrong)
 
 
 def test_a_function_that_says_nothing_gives_json(app: None, worker: Any) -> None:
@@ -171,6 +188,7 @@ async def test_a_timeout_leaves_the_task_alone(add: Any, config: tasklib.Config)
         handle.result_sync(timeout=0)
     with running(config):
         assert await handle.result(20) == 2
+    assert await handle.result(timeout=0) == handle.result_sync(timeout=0) == 2, "what is there is found"
 
 
 async def test_who_gives_up_leaves_nothing_behind(add: Any) -> None:

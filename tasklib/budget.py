@@ -1,0 +1,80 @@
+"""How many connections a process may open: stated in one place, and compared with what the server has left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import psycopg
+
+from tasklib.log import log
+from tasklib.statements import Statement
+
+if TYPE_CHECKING:
+    from tasklib.config import Config
+    from tasklib.worker.session import Session
+
+WORKER_LOOPS = ("claim", "finish", "lease", "duties")
+
+
+class Budget(NamedTuple):
+    """The most that each part opens. All are opened when needed; only the first two stay open."""
+
+    worker: int  # its loops, one each
+    listener: int
+    tasks: int  # current_task().connection, for as long as a task uses it
+    clients: int  # what submits and looks: a pool for threads, and one for each event loop
+    waiter: int  # all who wait for results share one
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def connection_budget(config: Config, *, concurrency: int = 0, listen: bool = True, event_loops: int = 1) -> Budget:
+    """Of a worker's process; with concurrency 0, of one that only submits."""
+    is_worker = concurrency > 0
+    return Budget(
+        worker=len(WORKER_LOOPS) if is_worker else 0,
+        listener=1 if is_worker and listen else 0,
+        tasks=concurrency,
+        clients=config.pool_size * (1 + event_loops),
+        waiter=1,
+    )
+
+
+def warn_if_scarce(session: Session, budget: Budget) -> None:
+    """Once, at a worker's start: later it would be an error in the middle of the work. Behind a pooler the server's
+    connections are the pooler's to count.
+    """
+    try:
+        if session.is_pooled:
+            return
+        most, reserved, used = session.run(_SLOTS)
+    except psycopg.Error:  # the loops will meet it too, and say so
+        return
+    left = most - reserved - used
+    if budget.total > left:
+        log.warning(
+            "connections.scarce",
+            may_open=budget.total,
+            left=left,
+            max_connections=most,
+            reserved=reserved,
+            in_use=used,
+            parts=" ".join(f"{name}={count}" for name, count in budget._asdict().items()),
+            hint="lower Config.pool_size or the concurrency, put PgBouncer in between, or raise max_connections",
+        )
+
+
+# Everybody may read these counts; of the sessions of others, a role without privileges sees next to nothing.
+_SLOTS = Statement(
+    """
+    select current_setting('max_connections')::int,
+           current_setting('superuser_reserved_connections')::int
+               + coalesce(current_setting('reserved_connections', true), '0')::int,
+           (select sum(numbackends)::int - 1 from pg_stat_database)
+    """,
+    (),
+    lambda rows: (int(rows[0][0]), int(rows[0][1]), int(rows[0][2])),
+    is_change=False,
+)

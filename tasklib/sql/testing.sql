@@ -1,0 +1,26 @@
+-- Statements for the tests of applications: see tasklib/testing.py. Nothing else in the library sends them.
+
+
+-- The attempts go with their tasks, by a trigger.
+-- name: empty
+with
+    tasks as (delete from tasklib.tasks),
+    claims as (delete from tasklib.claims)
+delete from tasklib.workers;
+
+
+-- As if whatever waits had been submitted that much earlier. All of its times move together, so that their order and
+-- distances stay as they are; promote and expire then judge by the real clock, as ever. What a worker holds, and what is
+-- final, stays: its times are history.
+-- name: travel
+update tasklib.tasks
+   set created_at = created_at - passed.time, scheduled_at = scheduled_at - passed.time,
+       next_retry_at = next_retry_at - passed.time, expires_at = expires_at - passed.time,
+       due_at = due_at - passed.time
+  from (select $1::double precision * interval '1 second') as passed (time)
+ where state = 'pending' or next_retry_at is not null;
+
+
+-- What one worker has executed, in the order in which it began.
+-- name: executed
+select task_id from tasklib.task_attempts where worker_id = $1::text group by task_id order by min(started_at), task_id;
