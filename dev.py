@@ -3,11 +3,13 @@
 
 python3 dev.py test       lint, types, and the whole suite on PostgreSQL 18 (its own) and 15 (if installed)
 python3 dev.py demo       a PostgreSQL of its own, sample tasks, a worker, and what happens to each, live
+python3 dev.py pooler     the suite through PgBouncer in transaction mode, save what is about direct connections
 python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
 python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
-python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL
+python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL;
+                          or both beside other queues from PyPI (bench peers)
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py setup      make .venv and install everything into it
@@ -29,7 +31,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
-CODE = ["tasklib", "daemon", "tests", "bench", "examples", "dev.py"]
+CODE = ["tasklib", "tasklib_pytest.py", "daemon", "tests", "bench", "examples", "dev.py"]
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +40,7 @@ def main(arguments: list[str]) -> int:
         "setup": setup,
         "lint": lint,
         "test": test,
+        "pooler": pooler,
         "demo": lambda options: run_in_venv("examples/demo.py", *options),
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
@@ -95,7 +98,7 @@ def lint(_options: list[str]) -> int:
 
 
 def bench(options: list[str]) -> int:
-    which, *rest = options if options and options[0] in {"submit", "drain"} else ["submit", *options]
+    which, *rest = options if options and options[0] in {"submit", "drain", "peers"} else ["submit", *options]
     return run_in_venv(f"bench/{which}.py", *rest)
 
 
@@ -137,6 +140,14 @@ def test_on_15() -> int:
     # The launcher's own tests try both versions already.
     suite = [PYTHON, "-m", "pytest", "tests/integration", "--ignore=tests/integration/test_embedded.py"]
     return run_all(("suite on PostgreSQL 15", suite), environment=environment)
+
+
+def pooler(options: list[str]) -> int:
+    """The launcher's own tests, and those of the package, know nothing of a pooler."""
+    suite = ["tests/integration", "tests/acceptance", "--ignore=tests/integration/test_embedded.py"]
+    suite += ["--ignore=tests/acceptance/test_packaging.py", "--ignore=tests/acceptance/test_soak.py"]
+    environment = os.environ | {"TASKLIB_TEST_POOLER": "1"}
+    return run_all(("suite through PgBouncer", [PYTHON, "-m", "pytest", *(options or suite)]), environment=environment)
 
 
 def run_all(*steps: tuple[str, list[str | Path]], environment: dict[str, str] | None = None) -> int:

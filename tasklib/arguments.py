@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 from pydantic import (
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 MAX_ERRORS_SHOWN = 10
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedArguments:
+class EncodedArguments(NamedTuple):
     args: str  # a JSON array if the function takes arguments by position only, else '{}'
     kwargs: str  # a JSON object
 

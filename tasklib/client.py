@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, cast, overload
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
+from tasklib.combining import Combiner
 from tasklib.config import Config
 from tasklib.database import Database
 from tasklib.errors import InvalidConfig, InvalidOptions, ResultTimeout, TaskNotRegistered
@@ -155,6 +157,7 @@ class AsyncClient:
         self.config = config
         self.database = database or Database(config)
         self._through = through  # submits that name no connection are on its own, a sync one
+        self._combiners: WeakKeyDictionary[asyncio.AbstractEventLoop, Combiner] = WeakKeyDictionary()
 
     def as_sync(self) -> Client:
         return self._through or Client(self.config, self.database)
@@ -166,6 +169,8 @@ class AsyncClient:
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit, task)
         _all_new([task])
+        if connection is None:
+            return await self._combiner().submit(task)
         return (await self.database.run_async(self._statements.submit(task), connection=connection))[0]
 
     async def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
@@ -235,6 +240,15 @@ class AsyncClient:
 
     async def close(self) -> None:
         await self.database.close_async()
+
+    def _combiner(self) -> Combiner:
+        loop = asyncio.get_running_loop()
+        return self._combiners.get(loop) or self._combiners.setdefault(loop, Combiner(self._submit_together))
+
+    async def _submit_together(self, tasks: Sequence[NewTask]) -> list[TaskId]:
+        if len(tasks) == 1:
+            return await self.database.run_async(self._statements.submit(tasks[0]))
+        return _in_order(tasks, await self.database.run_async(*self._statements.submit_many(tasks)))
 
     async def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:  # noqa: ASYNC109 - told, not kept
         return _in_time((await self.database.run_async(self._statements.final([*waiting])))[0], waiting, timeout)
@@ -327,6 +341,6 @@ def _in_time(final: list[Task], waiting: set[UUID], timeout: float | None) -> li
     return final
 
 
-def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[UUID, TaskId]]) -> list[TaskId]:
-    found = {new_id: task_id for batch in batches for new_id, task_id in batch.items()}
-    return [found[task.id] for task in given]
+def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[int, TaskId]]) -> list[TaskId]:
+    existing = {number: task_id for batch in batches for number, task_id in batch.items()}
+    return [existing.get(task.id.int, task.id) for task in given]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
@@ -57,21 +57,23 @@ class Terms:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NewTask:
+class NewTask(NamedTuple):
     """A validated task that is not submitted yet. It has its id: to submit it twice is to submit it once."""
 
     id: TaskId
     name: str
-    args: str = field(repr=False)  # JSON text; arguments may be secrets
-    kwargs: str = field(repr=False)
+    args: str  # JSON text
+    kwargs: str
     terms: Terms
     parent_id: UUID | None = None
+
+    def __repr__(self) -> str:
+        return f"NewTask(id={self.id!r}, name={self.name!r})"  # arguments may be secrets
 
     def to_json(self, terms_json: str) -> str:
         args = "" if self.args == "{}" else f',"args":{self.args}'
         parent = "" if self.parent_id is None else f',"parent_id":"{self.parent_id}"'
-        return f'{{"id":"{self.id}","name":"{self.name}","kwargs":{self.kwargs}{args}{parent}{terms_json}}}'
+        return f'{{"id":"{self.id.int:032x}","name":"{self.name}","kwargs":{self.kwargs}{args}{parent}{terms_json}}}'
 
 
 _SQL_DEFAULTS = {

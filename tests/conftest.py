@@ -15,15 +15,26 @@ from psycopg import sql
 import tasklib
 from tasklib import migrate
 from tasklib.registry import default_registry
+from tests.pooler import pgbouncer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from tasklib.embedded import EmbeddedPostgres
+    from tests.pooler import Pooler
     from tests.raw_sql import Conn, NewDatabase
 
 
 pytest_plugins = ["tasklib.pytest_plugin"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Through a pooler, what is about direct connections is left out."""
+    if os.environ.get("TASKLIB_TEST_POOLER"):
+        left_out = [item for item in items if item.get_closest_marker("direct")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
 
 # A shell starts what runs in its background with SIGINT ignored, and children inherit that: those of the tests that
 # wait for a SIGINT would wait for ever.
@@ -32,7 +43,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session")
-def new_database(tasklib_postgres: EmbeddedPostgres) -> Iterator[NewDatabase]:
+def suite_pooler(tasklib_postgres: EmbeddedPostgres) -> Iterator[Pooler | None]:
+    """With TASKLIB_TEST_POOLER, the databases of the tests are reached by way of a PgBouncer in transaction mode."""
+    if not os.environ.get("TASKLIB_TEST_POOLER"):
+        yield None
+        return
+    with pgbouncer(tasklib_postgres.dsn) as pooler:
+        yield pooler
+
+
+@pytest.fixture(scope="session")
+def direct(suite_pooler: Pooler | None) -> Callable[[str], str]:
+    """For connections of a test's own that need a session: the way to a database that goes by no pooler."""
+    return suite_pooler.direct if suite_pooler else str
+
+
+@pytest.fixture(scope="session")
+def new_database(tasklib_postgres: EmbeddedPostgres, suite_pooler: Pooler | None) -> Iterator[NewDatabase]:
     """Makes an empty database and returns its URL."""
     made: list[str] = []
     with psycopg.connect(tasklib_postgres.dsn, autocommit=True) as conn:
@@ -40,7 +67,8 @@ def new_database(tasklib_postgres: EmbeddedPostgres) -> Iterator[NewDatabase]:
         def make() -> str:
             made.append(f"test_{os.getpid()}_{len(made)}")
             conn.execute(sql.SQL("create database {}").format(sql.Identifier(made[-1])))
-            return tasklib_postgres.dsn_for(made[-1])
+            url = tasklib_postgres.dsn_for(made[-1])
+            return suite_pooler.pooled(url) if suite_pooler else url
 
         yield make
         for name in made:
@@ -80,8 +108,8 @@ async def async_client(config: tasklib.Config) -> AsyncIterator[tasklib.AsyncCli
 
 
 @pytest.fixture
-def conn(database_url: str) -> Iterator[Conn]:
-    with psycopg.connect(database_url, autocommit=True) as made:
+def conn(database_url: str, direct: Callable[[str], str]) -> Iterator[Conn]:
+    with psycopg.connect(direct(database_url), autocommit=True) as made:
         yield made
 
 

@@ -18,11 +18,17 @@ def wait_until(is_so: Callable[[], bool], what: str = "the condition", *, second
         time.sleep(0.005)
 
 
-def wait_until_blocked(conn: psycopg.Connection[Any], pid: int) -> None:
-    """Until the backend waits for a lock that another one holds."""
+def wait_until_blocked(conn: psycopg.Connection[Any], waiting: psycopg.Connection[Any]) -> None:
+    """Until it waits for a lock that another holds. It is known by its name: behind a pooler, its pid is made up."""
+    name = waiting.info.parameter_status("application_name")
 
     def is_blocked() -> bool:
-        row = conn.execute("select cardinality(pg_blocking_pids(%s)) > 0", [pid]).fetchone()
-        return row == (True,)
+        return conn.execute(_BLOCKED, [name]).fetchone() is not None
 
-    wait_until(is_blocked, f"backend {pid} blocked")
+    wait_until(is_blocked, f"{name} blocked")
+
+
+_BLOCKED = """
+select from pg_stat_activity
+ where datname = current_database() and application_name = %s and cardinality(pg_blocking_pids(pid)) > 0
+"""

@@ -51,11 +51,12 @@ def running(config: tasklib.Config, **options: Any) -> Iterator[TaskWorker]:
 
 
 def is_listening(worker: TaskWorker) -> bool:
-    """Registered, and, where it listens, heard."""
+    """Registered, and, where it listens, heard, or deaf behind a pooler."""
     crew = worker._crew
     if crew is None or not crew.lease.is_valid():
         return False
-    return "listen" not in crew.loops or crew.loops["listen"].service.is_heard  # type: ignore[attr-defined]
+    listener: Any = crew.loops["listen"].service if "listen" in crew.loops else None
+    return listener is None or listener.is_heard or listener.is_deaf
 
 
 def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:

@@ -13,9 +13,11 @@ from tasklib.submit(
     tags => $12::text::jsonb, idempotency_key => $13::text, store_result => $14::boolean, on_crash => $15::text);
 
 
+-- Only what existed comes back: the ids of the others are known to who made them.
 -- name: submit_many
-select ordinal, id, existed
-from tasklib.submit_many($1::text::jsonb);
+select ordinal, id
+from tasklib.submit_many($1::text::jsonb)
+where existed;
 
 
 -- Columns in the order of tasklib.record.Task, here and in the lists below; a test compares them.

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -22,9 +23,9 @@ from tests.raw_sql import literal
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.raw_sql import Conn, NewDatabase
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -97,6 +98,7 @@ def test_a_pool_of_dead_connections_costs_no_time(config: tasklib.Config, conn: 
         assert time.monotonic() - began < 2
 
 
+@pytest.mark.direct("sets options, which PgBouncer refuses")
 def test_an_idle_session_that_was_ended_is_replaced(config: tasklib.Config, conn: Conn, task: Any) -> None:
     """idle_session_timeout is a common setting."""
     timed = make_conninfo(config.database_url, options="-c idle_session_timeout=100ms")
@@ -186,6 +188,7 @@ async def test_waiting_has_an_end_async(database_url: str, task: Any) -> None:
         await holder.rollback()
 
 
+@pytest.mark.direct("stops the backend of the client's own connection")
 @pytest.mark.parametrize("is_change", [True, False])
 def test_a_silent_server_does_not_hang_the_caller(database_url: str, conn: Conn, task: Any, is_change: bool) -> None:
     """A backend that is stopped, or a host that vanished, sends nothing at all; a read knows that nothing changed."""
@@ -255,6 +258,7 @@ def test_a_wrong_url_fails_at_once_and_keeps_the_password(database_url: str, cha
     assert "S3CR3T" not in str(refused.value)
 
 
+@pytest.mark.direct("counts backends, which a pooler shares out")
 def test_connections_stay_within_the_pool(config: tasklib.Config, conn: Conn, task: Any) -> None:
     """A hundred threads share what Config.pool_size allows."""
     small = tasklib.Config(config.database_url, pool_size=3)
@@ -319,14 +323,80 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("script", [TWO_LOOPS, FORK, FORK_IN_LOOP], ids=["two loops", "fork", "fork in a loop"])
-def test_pools_belong_to_a_process_and_a_loop(database_url: str, script: str) -> None:
+LOOPS_IN_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+def serve(n):
+    async def several():
+        await asyncio.gather(*(ping.submit(n) for _ in range(5)))
+    asyncio.run(several())
+    ping.submit_sync(n)
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(serve, range(12)))
+assert len(tasklib.list_tasks(limit=1000)) == 72
+"""
+PREFORK = """
+from concurrent.futures import ThreadPoolExecutor
+def serve(n):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ping.submit_sync, range(8)))
+    asyncio.run(ping.submit(n))
+    sys.exit(0)   # what it inherited is finalized with it
+ping.submit_sync(0)   # the application uses tasklib while it is loaded
+for generation in range(2):   # and servers that have ended are replaced
+    children = []
+    for n in range(3):
+        children.append(os.fork())
+        if children[-1] == 0:
+            serve(n)
+    ping.submit_sync(1)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    ping.submit_sync(2)
+    asyncio.run(ping.submit(3))
+assert len(tasklib.list_tasks(limit=1000)) == 1 + 2 * (3 * 9 + 3)
+"""
+MULTIPROCESSING = """
+import multiprocessing
+
+def child(n):
+    ping.submit_sync(n)
+    asyncio.run(ping.submit(n))
+
+if __name__ == "__main__":
+    ping.submit_sync(0)
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        children = [context.Process(target=child, args=[n]) for n in range(2)]
+        for each in children:
+            each.start()
+        ping.submit_sync(1)
+        for each in children:
+            each.join()
+        assert [each.exitcode for each in children] == [0, 0], method
+    assert len(tasklib.list_tasks(limit=1000)) == 1 + 3 * (2 * 2 + 1)
+"""
+SCRIPTS = {
+    "two loops": TWO_LOOPS,
+    "loops in threads": LOOPS_IN_THREADS,
+    "fork": FORK,
+    "fork in a loop": FORK_IN_LOOP,
+    "prefork": PREFORK,
+    "multiprocessing": MULTIPROCESSING,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_pools_belong_to_a_process_and_a_loop(database_url: str, tmp_path: Path, script: str) -> None:
     """Preforking servers, several asyncio.run, pytest-asyncio: no inherited socket, no warning, nothing left open."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT_HEAD + script, database_url]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    (tmp_path / "script.py").write_text(SCRIPT_HEAD + script)
+    command = [sys.executable, "-W", "error", "script.py", database_url]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.direct("sets options, which PgBouncer refuses")
 def test_a_serialization_failure_is_tried_again(tmp_path: Path, database_url: str, conn: Conn, task: Any) -> None:
     """Where the database's default isolation is stricter, a conflict with a concurrent submit is nobody's business."""
     strict = make_conninfo(database_url, options="-c default_transaction_isolation=serializable")

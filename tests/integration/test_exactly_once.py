@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.proxy import Fate
     from tests.raw_sql import Conn
 
 Kind = str
@@ -341,6 +342,7 @@ def test_who_has_lost_its_lease_writes_nothing(
     assert get(client, task_id).completed_at is None
 
 
+@pytest.mark.direct("compares backends, which a pooler shares out")
 @kinds
 def test_connections_are_used_again(client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind) -> None:
     """Clean: not in the row style that the task before had set."""

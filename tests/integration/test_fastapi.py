@@ -71,6 +71,7 @@ def connections(conn: Conn) -> int:
     return int(row[0])
 
 
+@pytest.mark.direct("counts backends, which a pooler keeps")
 async def test_an_application_submits_while_it_lives(
     config: tasklib.Config, conn: Conn, client: tasklib.Client, add: tasklib.TaskFunction[..., Any]
 ) -> None:
@@ -147,6 +148,7 @@ async def test_a_mounted_application_works_after_init(
             tasklib.close()
 
 
+@pytest.mark.direct("counts backends, which a pooler keeps")
 async def test_a_worker_lives_with_the_application(
     config: tasklib.Config, conn: Conn, client: tasklib.Client, add: tasklib.TaskFunction[..., Any]
 ) -> None:

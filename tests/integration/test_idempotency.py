@@ -61,7 +61,10 @@ def _once(payload: int) -> None: ...
 
 @pytest.fixture
 def two(database_url: str) -> Iterator[tuple[Conn, Conn]]:
-    with psycopg.connect(database_url) as first, psycopg.connect(database_url) as second:
+    with (
+        psycopg.connect(database_url, application_name="first") as first,
+        psycopg.connect(database_url, application_name="second") as second,
+    ):
         yield first, second
 
 
@@ -72,7 +75,7 @@ def run_second_while_first_is_open(
     first, second = two
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(submit, second, "key", payload)
-        wait_until_blocked(watcher, second.info.backend_pid)
+        wait_until_blocked(watcher, second)
         end(first)
         error = waiting.exception(timeout=20)
     if error is None:
@@ -161,7 +164,7 @@ def test_overlapping_bulks_wait_for_each_other_in_one_order(
         client.submit(task.options(idempotency_key="m").new(1), connection=gate)
         forth, back = (pool.submit(submit_keys, mine, keys) for mine, keys in zip(two, ("amz", "zma"), strict=True))
         for mine in two:
-            wait_until_blocked(conn, mine.info.backend_pid)
+            wait_until_blocked(conn, mine)
         gate.rollback()
         assert forth.result(timeout=20) == back.result(timeout=20)[::-1]
 
@@ -181,7 +184,7 @@ def test_a_sql_bulk_goes_by_the_order_of_its_keys(
         client.submit_task("once", idempotency_key="m", connection=gate)
         forth, back = (pool.submit(submit_keys, mine, keys) for mine, keys in zip(two, ("amz", "zma"), strict=True))
         for mine in two:
-            wait_until_blocked(conn, mine.info.backend_pid)
+            wait_until_blocked(conn, mine)
         gate.rollback()
         assert forth.result(timeout=20) == back.result(timeout=20)
 
@@ -202,7 +205,7 @@ def test_the_same_new_tasks_in_opposite_orders_cannot_deadlock(
         orders = ([first, middle, last], [last, middle, first])
         waiting = [pool.submit(submit_in, mine, order) for mine, order in zip(two, orders, strict=True)]
         for mine in two:
-            wait_until_blocked(conn, mine.info.backend_pid)
+            wait_until_blocked(conn, mine)
         gate.rollback()
         assert [each.result(timeout=20) for each in waiting] == [3, 3]
     assert len(client.list_tasks()) == 3

@@ -85,9 +85,9 @@ def claim_one(worker: ManualWorker) -> ClaimedTask:
 
 def blocked(conn: Conn, worker: ManualWorker, call: Callable[[], Any], pool: ThreadPoolExecutor) -> Future[Any]:
     """The call, under way in another thread, at the point where it waits for a lock."""
-    pid = worker.session.connection().info.backend_pid
+    session = worker.session.connection()
     future = pool.submit(call)
-    wait_until_blocked(conn, pid)
+    wait_until_blocked(conn, session)
     return future
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.raw_sql import Conn, NewDatabase
 
+pytestmark = pytest.mark.direct("looks for sessions that were left behind; a pooler keeps its own")
+
 # In a clean run the attempts tell what a journal of the bodies would.
 _JOURNAL = """
 insert into chaos.submit select id, idempotency_key, 'ok' from tasklib.tasks;

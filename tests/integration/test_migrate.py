@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -18,6 +18,9 @@ from tasklib import migrate
 from tests.campaigns.migrators import kill_one, race, state_of
 from tests.raw_sql import NewDatabase, literal
 from tests.snapshot import snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_first_use_makes_the_schema(new_database: NewDatabase) -> None:
@@ -33,15 +36,17 @@ async def test_first_use_makes_the_schema_async(new_database: NewDatabase) -> No
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_first_users_at_once_make_one_schema(new_database: NewDatabase, isolation: str) -> None:
+def test_first_users_at_once_make_one_schema(
+    new_database: NewDatabase, direct: Callable[[str], str], isolation: str
+) -> None:
     """Each looks, finds nothing, waits for the lock, and must see what was made meanwhile, whatever its settings."""
     url = new_database()
-    setting = isolation.replace(" ", "\\ ")
-    strict = psycopg.conninfo.make_conninfo(url, options=f"-c default_transaction_isolation={setting}")
+    with psycopg.connect(direct(url), autocommit=True) as conn:
+        conn.execute(literal(f"alter database {conn.info.dbname} set default_transaction_isolation = '{isolation}'"))
     together = threading.Barrier(8)
 
     def first_use(_: int) -> int:
-        with tasklib.Client(tasklib.Config(strict)) as client:
+        with tasklib.Client(tasklib.Config(url)) as client:
             together.wait(timeout=20)
             return client.submit_task("a").version or 0
 
@@ -49,6 +54,7 @@ def test_first_users_at_once_make_one_schema(new_database: NewDatabase, isolatio
         assert list(pool.map(first_use, range(8))) == [7] * 8
 
 
+@pytest.mark.direct("waits until the migrators' backends have gone; a pooler keeps them")
 def test_twenty_at_once_make_one_schema(new_database: NewDatabase, database_url: str) -> None:
     """The first one in makes it; the others wait for the lock and find it made."""
     url = new_database()

@@ -791,7 +791,7 @@ def draw_some(data: st.DataObject, items: list[T]) -> list[T]:
 
 
 @pytest.fixture
-def stage(database_url: str) -> Iterator[Stage]:
+def stage(database_url: str, direct: Callable[[str], str]) -> Iterator[Stage]:
     """Leases of workers last longer than any run. The reaper's own patience, which is counted from its connection and
     from the start of the server, is the shortest that there is.
     """
@@ -800,7 +800,7 @@ def stage(database_url: str) -> Iterator[Stage]:
         database_url, lease_seconds=0.3, bury_after=BURY_AFTER, timeout_delta_seconds=TIMEOUT_DELTA_SECONDS
     )
     workers, duties = Session(config, "claim"), Session(quick, "duties")
-    with psycopg.connect(database_url, autocommit=True) as conn:
+    with psycopg.connect(direct(database_url), autocommit=True) as conn:
         duties.connection()
         wait_until(lambda: duties.age_seconds > 0.3 and _server_is_older_than(conn, 0.3), "the reaper may act")
         reaper = Reaper(quick, duties, WorkerStatements(quick))

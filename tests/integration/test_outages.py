@@ -264,6 +264,7 @@ def test_someone_who_holds_a_row_does_not_stop_the_rest(
             wait_final(client, task_id)
 
 
+@pytest.mark.direct("is about LISTEN")
 def test_the_listener_comes_back(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
     """Its backend is ended: it listens again, and hears what was sent meanwhile, with a poll of a minute."""
     ran: list[int] = []

@@ -17,6 +17,8 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own")
+
 # Mostly completed, one in a thousand failed, the newest thousand pending; five names, one of them rare.
 FILL = """
 insert into tasklib.tasks (id, name, state, ready, created_at, scheduled_at, completed_at, error, error_code, kwargs,

@@ -213,6 +213,7 @@ def test_no_such_task(app: None, monkeypatch: pytest.MonkeyPatch) -> None:
         tasklib.handle(uuid4()).status()
 
 
+@pytest.mark.direct("sees by its lock that somebody listens")
 def test_a_task_that_is_committed_later_is_waited_for(
     add: Any, config: tasklib.Config, conn: Conn, database_url: str
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_loop_that_is_left_early_leaves_the_room(add: Any, worker: Any) -> Non
     assert not tasklib.application.default_client().database.waiting_room._room()._tickets
 
 
+@pytest.mark.direct("sees by its lock that somebody listens")
 @pytest.mark.parametrize("how", ["operator's SQL", "cancel", "expire", "finish"])
 def test_whatever_makes_a_task_final_tells(
     app: None, client: tasklib.Client, config: tasklib.Config, conn: Conn, how: str, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +327,7 @@ def test_nobody_waits_nobody_is_told(app: None, client: tasklib.Client, conn: Co
     assert [each.payload for each in conn.notifies(timeout=5, stop_after=1)] == [str(task_id)]
 
 
+@pytest.mark.direct("sees by its lock that somebody listens")
 def test_lost_notifications_cost_time_alone(
     app: None, client: tasklib.Client, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +346,7 @@ def test_lost_notifications_cost_time_alone(
         conn.execute("alter table tasklib.tasks enable trigger tell_done")
 
 
+@pytest.mark.direct("sees by its lock that somebody listens")
 def test_a_broken_connection_is_replaced(app: None, client: tasklib.Client, conn: Conn) -> None:
     """Who waits does not notice."""
     task_id = client.submit_task("nobody", delay_seconds=3600)
@@ -386,6 +390,7 @@ def test_a_child_process_waits_by_itself(add: Any, config: tasklib.Config) -> No
         assert add.submit_handle_sync(3, 3).result_sync(20) == 6
 
 
+@pytest.mark.direct("sees by its lock that somebody listens")
 def test_closing_tells_who_waits(app: None, client: tasklib.Client, conn: Conn) -> None:
     """Nobody waits on a client that is closed."""
     task_id = client.submit_task("nobody", delay_seconds=3600)

@@ -833,6 +833,7 @@ def _is_dead(grave: ManualWorker, victim: ManualWorker) -> bool:
 # --- wake-ups ---
 
 
+@pytest.mark.direct("polls once a minute: is about LISTEN")
 def test_an_idle_worker_hears_of_new_work(client: tasklib.Client, config: tasklib.Config) -> None:
     """With a poll of a minute: by the notification alone, in any queue."""
     ran = threading.Event()
@@ -866,6 +867,7 @@ def test_a_delayed_task_starts_on_time(client: tasklib.Client, config: tasklib.C
     assert 0 <= min(late) < 0.020
 
 
+@pytest.mark.direct("polls once a minute: is about LISTEN")
 def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
     """As promptly as a delayed one."""
     began: list[float] = []
@@ -884,6 +886,7 @@ def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: task
     assert -0.001 <= min(late()) < 0.020
 
 
+@pytest.mark.direct("polls once a minute: is about LISTEN")
 def test_a_flood_of_foreign_notifications_changes_nothing(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tasklib.connection import connection_string, worker_connection_string
+from tasklib.connection import WORKER_SETTINGS, connection_string
 from tasklib.statements import WorkerStatements
 from tasklib.worker.session import Session
 from tests.explain import Statistics, explain
@@ -25,6 +25,8 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+pytestmark = pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own")
 
 NAMES = ["name_0", "name_1", "name_2"]
 WORKER = "worker-0"
@@ -138,10 +140,11 @@ def known(request: pytest.FixtureRequest, million: Statistics) -> None:
 
 @pytest.fixture(scope="module", params=["default settings", "worker's settings"])
 def conn(request: pytest.FixtureRequest, config: tasklib.Config) -> Iterator[Conn]:
-    """A worker's connection; behind a pooler it has no settings of its own."""
-    plain = request.param == "default settings"
-    dsn = connection_string(config) if plain else worker_connection_string(config, "test")
-    with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as made:
+    """A worker's connection; and one without its settings, as other poolers than PgBouncer might make it."""
+    settings = {} if request.param == "default settings" else WORKER_SETTINGS
+    with psycopg.connect(connection_string(config), autocommit=True, prepare_threshold=None) as made:
+        for setting in settings.items():
+            made.execute("select set_config(%s, %s, false)", setting)
         yield made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tasklib
-from tasklib.connection import connection_string
+from tasklib.connection import connection_string, listen_connection_string
 
 URL = "postgresql://app:S3CR3T@db.example/shop"
 
@@ -63,6 +63,21 @@ def test_a_url_is_not_a_config(use: Any) -> None:
 def test_an_sqlalchemy_url_is_understood() -> None:
     """Many applications have their URL in that form."""
     assert tasklib.Config("postgresql+psycopg://u@h/d").database_url == "postgresql://u@h/d"
+
+
+def test_the_listener_may_have_an_address_of_its_own() -> None:
+    """As checked, as complete and as secret as the other; without it, it is the other."""
+    config = tasklib.Config("host=pooler", listen_database_url=URL.replace("postgresql:", "postgresql+psycopg:"))
+    assert "S3CR3T" not in repr(config)
+    made = listen_connection_string(config)
+    assert "host=db.example" in made
+    assert "keepalives_idle=15" in made
+    assert "host=pooler" in listen_connection_string(tasklib.Config("host=pooler"))
+    with pytest.raises(tasklib.InvalidConfig, match="listen_database_url cannot be read") as unreadable:
+        listen_connection_string(tasklib.Config("", listen_database_url="password=S3CR3T and so on"))
+    assert "S3CR3T" not in str(unreadable.value)
+    given = {"DATABASE_URL": "host=b", "TASKLIB_LISTEN_DATABASE_URL": "host=c"}
+    assert tasklib.Config.from_environment(given).listen_database_url == "host=c"
 
 
 def test_connections_notice_a_vanished_peer() -> None:

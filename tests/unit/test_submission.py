@@ -136,7 +136,7 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
     def sent(new: NewTask, **defaults: Any) -> dict[str, Any]:
         return dict(json.loads(new.to_json(new.terms.to_json(defaults))))
 
-    assert sent(plain, max_retries=3) == {"id": str(plain.id), "name": "ping", "kwargs": {}}
+    assert sent(plain, max_retries=3) == {"id": plain.id.hex, "name": "ping", "kwargs": {}}
     other = sent(plain, max_retries=7, timeout_seconds=9.0)
     assert (other["max_retries"], other["timeout_seconds"]) == (7, 9.0)
     every = ping.options(
@@ -144,7 +144,7 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
         tags={"a": [1]}, idempotency_key='"k"', store_result=False, on_crash="fail",
     ).new()  # fmt: skip
     assert sent(every) == {
-        "id": str(every.id), "name": "ping", "kwargs": {}, "queue": "q", "priority": -1, "tags": {"a": [1]},
+        "id": every.id.hex, "name": "ping", "kwargs": {}, "queue": "q", "priority": -1, "tags": {"a": [1]},
         "scheduled_at": "2030-01-01T00:00:00Z", "expires_at": "2030-01-01T00:00:00Z", "timeout_seconds": 2.0,
         "idempotency_key": '"k"', "store_result": False, "on_crash": "fail",
     }  # fmt: skip

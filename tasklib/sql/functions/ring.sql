@@ -1,9 +1,11 @@
 -- Wakes the workers of one queue. Everything that makes a task runnable calls this and
 -- nothing else sends these notifications. A ring is a hint to look, never the truth:
 -- the payload is empty, and equal payloads collapse within a transaction.
+-- No SET clause, and not in SQL: a submit would take 40 us longer.
 create or replace function tasklib.ring(queue text) returns void
-    language sql
-    set search_path = pg_catalog, pg_temp
+    language plpgsql
 as $$
-    select pg_notify('task_new', ''), pg_notify('task_queue_' || queue, '')
+begin
+    perform pg_catalog.pg_notify('task_new', ''), pg_catalog.pg_notify('task_queue_' operator(pg_catalog.||) queue, '');
+end
 $$;

@@ -1,0 +1,193 @@
+"""What the drivers of all systems share: a small process that takes commands and gives answers as lines of JSON.
+
+It runs in the environment of the system under test, so it uses the standard library alone. Every system does the same
+things in the same way: what differs is in `System`, and in nothing else. Times are `time.monotonic()`, which is one
+clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+BULK = 1_000  # tasks in one call
+TEXT = "alice@example.com"
+PROGRESS_SECONDS = 0.05
+began: dict[int, float] = {}  # by the task's number: when its first line was reached
+
+
+def note(number: int) -> int:
+    """The first line of every task."""
+    began[number] = time.monotonic()
+    return number
+
+
+class System:
+    """What a system has to be able to do."""
+
+    packages: ClassVar[list[str]]  # whose versions count
+
+    def __init__(self, dsn: str, kind: str = "async") -> None:
+        self.dsn = dsn
+        self.kind = kind  # of the task functions: async or sync
+
+    async def install(self) -> None:
+        """The schema, with the settings that the system recommends for it."""
+        raise NotImplementedError
+
+    async def open(self, connections: int) -> None:
+        """For submits."""
+        raise NotImplementedError
+
+    async def submit(self, number: int) -> None:
+        """One task, awaited until it is committed."""
+        raise NotImplementedError
+
+    async def bulk(self, numbers: list[int]) -> None:
+        """All in one call."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Be a worker, until `stop`."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Tell the worker to end in good order."""
+        raise NotImplementedError
+
+
+class Driver:
+    """One process: a submitter, or a worker."""
+
+    def __init__(self, make: type[System]) -> None:
+        self._make = make
+        self._system: System | None = None
+        self._worker: asyncio.Task[None] | None = None
+        self._used = 0.0
+
+    async def serve(self) -> None:
+        commands: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+            "versions": self.versions,
+            "setup": self.setup,
+            "open": self.open,
+            "submit": self.submit,
+            "bulk": self.bulk,
+            "pace": self.pace,
+            "work": self.work,
+            "stop": self.stop,
+        }
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            command = json.loads(line)
+            say(await commands[command.pop("do")](**command))
+
+    @property
+    def system(self) -> System:
+        assert self._system is not None, "open or setup comes first"
+        return self._system
+
+    async def versions(self) -> dict[str, Any]:
+        return {name: version(name) for name in self._make.packages}
+
+    async def setup(self, dsn: str) -> dict[str, Any]:
+        await self._make(dsn).install()
+        return {}
+
+    async def open(self, dsn: str, connections: int = 1, kind: str = "async") -> dict[str, Any]:
+        self._system = self._make(dsn, kind)
+        await self.system.open(connections)
+        return {}
+
+    async def submit(self, count: int, concurrency: int) -> dict[str, Any]:
+        """Each of `concurrency` submitters awaits one task after the other. The first ones open the connections, and
+        do not count.
+        """
+        await self._submit(5 * concurrency, concurrency)
+        return {"seconds": await self._submit(count, concurrency)}
+
+    async def _submit(self, count: int, concurrency: int) -> float:
+        numbers = iter(range(count))
+
+        async def submit_on() -> None:
+            for number in numbers:
+                await self.system.submit(number)
+
+        start = time.monotonic()
+        await asyncio.gather(*(submit_on() for _ in range(concurrency)))
+        return time.monotonic() - start
+
+    async def bulk(self, count: int) -> dict[str, Any]:
+        start = time.monotonic()
+        for at in range(0, count, BULK):
+            await self.system.bulk(list(range(at, min(at + BULK, count))))
+        return {"seconds": time.monotonic() - start}
+
+    async def pace(self, count: int, pause: float) -> dict[str, Any]:
+        """Submits with pauses, in which the worker falls idle; when each was asked for."""
+        submitted = []
+        for number in range(count):
+            await asyncio.sleep(pause)
+            submitted.append(time.monotonic())
+            await self.system.submit(number)
+        return {"submitted": submitted}
+
+    async def work(self, dsn: str, kind: str) -> dict[str, Any]:
+        began.clear()
+        self._used = cpu_seconds()
+        self._system = self._make(dsn, kind)
+        self._worker = asyncio.ensure_future(self._run())
+        threading.Thread(target=tell_progress, daemon=True).start()
+        return {}
+
+    async def _run(self) -> None:
+        """A worker that fails takes the process with it: nobody would notice otherwise."""
+        try:
+            await self.system.run()
+        except BaseException:  # noqa: BLE001 - see above
+            traceback.print_exc()
+            os._exit(1)
+
+    async def stop(self) -> dict[str, Any]:
+        used = cpu_seconds() - self._used
+        await self.system.stop()
+        if self._worker is not None:
+            await asyncio.wait([self._worker], timeout=20)
+        return {"cpu_seconds": used, "began": began}
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def tell_progress() -> None:
+    """How many tasks have begun, whenever that has changed."""
+    told = 0
+    while True:
+        if len(began) != told:
+            told = len(began)
+            say({"begun": told})
+        time.sleep(PROGRESS_SECONDS)
+
+
+_saying = threading.Lock()
+
+
+def say(answer: dict[str, Any]) -> None:
+    with _saying:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def main(make: type[System], run: Callable[[Any], Any] = asyncio.run) -> None:
+    run(Driver(make).serve())

@@ -1,0 +1,83 @@
+"""Single submits of one event loop that wait at the same time go to the database together.
+
+Each would be a commit of its own, and a commit that notifies holds a lock of the whole server through its fsync: ten at
+once wait for one another there. So the first goes at once, and what comes while it is on its way goes with the next.
+Nobody waits for company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tasklib.errors import DatabaseUnavailable, TasklibError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from tasklib.ids import TaskId
+    from tasklib.submission import NewTask
+
+MOST_UNDER_WAY = 2
+LARGEST_BATCH = 1_000
+
+
+class Combiner:
+    """For one event loop. `send` submits several tasks, all or none, and returns their ids in order."""
+
+    def __init__(self, send: Callable[[Sequence[NewTask]], Awaitable[list[TaskId]]]) -> None:
+        self._send = send
+        self._under_way = 0
+        self._waiting: list[tuple[NewTask, asyncio.Future[TaskId]]] = []
+        self._batches: set[asyncio.Task[None]] = set()
+
+    async def submit(self, task: NewTask) -> TaskId:
+        if self._under_way >= MOST_UNDER_WAY:
+            future: asyncio.Future[TaskId] = asyncio.get_running_loop().create_future()
+            self._waiting.append((task, future))
+            return await future
+        self._under_way += 1
+        try:
+            return (await self._send([task]))[0]
+        finally:
+            self._under_way -= 1
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        if not self._waiting or self._under_way >= MOST_UNDER_WAY:
+            return
+        batch, self._waiting = self._waiting[:LARGEST_BATCH], self._waiting[LARGEST_BATCH:]
+        self._under_way += 1
+        sending = asyncio.get_running_loop().create_task(self._send_batch(batch))
+        self._batches.add(sending)
+        sending.add_done_callback(self._batches.discard)
+
+    async def _send_batch(self, batch: Sequence[tuple[NewTask, asyncio.Future[TaskId]]]) -> None:
+        try:
+            await self._settle(batch)
+        finally:
+            self._under_way -= 1
+            for _, future in batch:
+                future.cancel()  # those that have no answer: the loop is being closed
+            self._send_waiting()
+
+    async def _settle(self, batch: Sequence[tuple[NewTask, asyncio.Future[TaskId]]]) -> None:
+        """An error of one is told to that one: then each goes alone."""
+        try:
+            ids = await self._send([task for task, _ in batch])
+        except TasklibError as error:
+            if len(batch) == 1 or isinstance(error, DatabaseUnavailable):
+                for _, future in batch:
+                    _tell(future, error)
+                return
+            for each in batch:
+                await self._settle([each])
+            return
+        for (_, future), task_id in zip(batch, ids, strict=True):
+            if not future.done():
+                future.set_result(task_id)
+
+
+def _tell(future: asyncio.Future[TaskId], error: TasklibError) -> None:
+    if not future.done():
+        future.set_exception(error)
