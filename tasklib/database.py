@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import weakref
-from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -88,10 +87,13 @@ class Database:
         while True:
             pool = await self._pools().async_pool()
             try:
-                async with pool.connection(timeout=attempt.remaining()) as conn:
+                conn = await pool.getconn(attempt.remaining())
+                try:
                     attempt.begin()
                     async with asyncio.timeout(attempt.remaining()):
                         return await _execute_async(conn, statements)
+                finally:
+                    await pool.putconn(conn)
             except (psycopg.Error, PoolTimeout, TimeoutError) as error:
                 await asyncio.sleep(attempt.pause_after(error, pool.get_stats()))
 
@@ -263,19 +265,21 @@ def _close_this_process(processes: dict[int, _ProcessPools]) -> None:
 
 def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> list[T]:
     conn.doubt = None  # a call that was interrupted may have left one behind
-    with ExitStack() as stack:
-        if len(statements) > 1:
-            stack.enter_context(conn.transaction())
+    if len(statements) == 1:
         results = send(conn, statements)
+    else:
+        with conn.transaction():
+            results = send(conn, statements)
     raise_doubt(conn)
     return results
 
 
 async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement[T]]) -> list[T]:
     conn.doubt = None
-    async with AsyncExitStack() as stack:
-        if len(statements) > 1:
-            await stack.enter_async_context(conn.transaction())
+    if len(statements) == 1:
         results = await send_async(conn, statements)
+    else:
+        async with conn.transaction():
+            results = await send_async(conn, statements)
     raise_doubt(conn)
     return results

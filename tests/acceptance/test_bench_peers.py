@@ -23,44 +23,47 @@ def results_of(directory: Path, *options: str, beside: list[System]) -> dict[str
     return found
 
 
+@pytest.mark.slow
 def test_every_workload_yields_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All workloads run on a durable server, and the table that is printed has a line for each."""
-    found = results_of(tmp_path, "--processes", "2", beside=[])
+    found = results_of(tmp_path, beside=[])
 
-    assert found["about"]["settings"]["fsync"] == found["about"]["settings"]["synchronous_commit"] == "on"
-    assert found["about"]["settings"]["shared_buffers"] == "1GB"
+    settings = found["about"]["settings"]
+    assert settings["fsync"] == settings["synchronous_commit"] == settings["full_page_writes"] == "on"
+    assert settings["shared_buffers"] == "1GB"
     printed = capsys.readouterr().out
-    for workload in peers.workloads(2):
+    for workload in peers.workloads(1):
         (measured,) = found["rounds"][workload.key]["tasklib"]
         assert all(value > 0 for value in measured.values()), workload.key
         assert f"| {workload.title} |" in printed
 
 
-@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
-def test_a_peer_is_measured_in_the_same_way(peer: System, tmp_path: Path) -> None:
-    """A peer from PyPI submits, is drained, and starts tasks when idle; a ratio comes of it."""
-    found = results_of(tmp_path, "--only", "bulk", "--only", "drain", "--only", "latency", beside=[peer])
+@pytest.mark.slow
+def test_peers_from_pypi_are_measured_in_the_same_way(tmp_path: Path) -> None:
+    """Each peer makes its schema, submits, and is drained, in the version that is pinned; or is said to be missing."""
+    found = results_of(tmp_path, "--only", "drain", beside=peers.PEERS)
 
-    if peer.name in found["missing"]:
-        pytest.skip(f"{peer.name} cannot be installed here: {found['missing'][peer.name]}")
-    assert found["about"]["versions"][peer.name][peer.name] in peer.packages[0]
-    for workload in ("bulk", "drain", "latency"):
-        assert set(found["rounds"][workload]) == {"tasklib", peer.name}
-        assert all(len(rounds) == 1 for rounds in found["rounds"][workload].values())
+    for peer in peers.PEERS:
+        assert (peer.name in found["missing"]) != (peer.name in found["rounds"]["drain"])
+    for name, measured in found["rounds"]["drain"].items():
+        assert [set(each) for each in measured] == [{"value", "worker_us", "postgresql_us"}], name
+    for peer in peers.PEERS:
+        if peer.name in found["rounds"]["drain"]:
+            assert f"{peer.name}=={found['about']['versions'][peer.name][peer.name]}" == peer.packages[0]
+    if found["missing"]:
+        pytest.skip(f"not installed here: {found['missing']}")
 
 
-def test_what_cannot_be_installed_is_reported_as_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others are measured all the same."""
-    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path / "environments")
+def test_what_cannot_be_installed_is_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pip's reason; the others are not held up."""
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     nowhere = System("nowhere", ("tasklib-pg-has-no-such-peer==0.0",), left="", mode="")
 
-    found = results_of(tmp_path, "--only", "submit_1", beside=[nowhere])
+    pythons, missing = peers.installed([nowhere, peers.TASKLIB])
 
-    assert list(found["missing"]) == ["nowhere"]
-    assert set(found["rounds"]["submit_1"]) == {"tasklib"}
-    assert "nowhere is missing" in capsys.readouterr().out
+    assert list(pythons) == [peers.TASKLIB]
+    assert "tasklib-pg-has-no-such-peer" in missing["nowhere"]
+    assert "nowhere is missing: " in peers.report([], {}, [peers.TASKLIB], missing)
 
 
 def test_more_than_one_means_that_we_are_ahead() -> None:
