@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tasklib
 from tasklib import TaskWorker
@@ -97,10 +97,21 @@ class ManualWorker:
         started = [(each.held.id, each.held.fencing_token, datetime.now(UTC)) for each in claimed]
         return self.session.run(self.statements.start(self.id, started))
 
-    def finish(self, claimed: ClaimedTask, outcome: Outcome | None = None, rules: Rules | None = None) -> bool:
-        """False: the task was not this worker's any more."""
+    def finish(
+        self,
+        claimed: ClaimedTask,
+        outcome: Outcome | None = None,
+        rules: Rules | None = None,
+        *,
+        by: Literal["settle", "complete"] = "settle",
+    ) -> bool:
+        """False: the task was not this worker's any more. A success has a statement of its own, `complete`."""
         now = datetime.now(UTC)
         outcome = Completed('{"value": 1}') if outcome is None else outcome
+        if by == "complete":
+            assert isinstance(outcome, Completed)
+            row = (claimed.held.id, claimed.held.fencing_token, now, now, outcome.result)
+            return bool(self.session.run(self.statements.complete(self.id, [row], [claimed.claim_id])))
         settlement = decide(claimed.held, outcome, now, rules or Rules())
         json = settlement_json(claimed.held, settlement, started_at=now - timedelta(milliseconds=1), finished_at=now)
         return bool(self.session.run(self.statements.settle(self.id, [json], [claimed.claim_id])))

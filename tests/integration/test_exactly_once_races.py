@@ -103,6 +103,7 @@ def die(conn: Conn, worker: tasklib.TaskWorker) -> None:
 def grave(database_url: str) -> Iterator[ManualWorker]:
     """Whose connection the reaper takes."""
     made = ManualWorker(tasklib.Config(database_url, lease_seconds=0.3), "grave", lives=False)
+    made.session.connection()
     yield made
     made.close()
 
@@ -159,9 +160,9 @@ def test_a_commit_that_comes_late_counts(
     with CuttingProxy(database_url, tmp_path) as proxy, running(tasklib.Config(proxy.url)) as worker:
         proxy.cut_at_commit("late")
         task_id = client.submit(write.new(1))
-        finish = crew_of(worker)._sessions["finish"]
         wait_until(lambda: "transaction.broken" in caplog.text, "the connection to be lost")
-        wait_until_blocked(conn, finish.connection())
+        wait_until(lambda: crew_of(worker)._sessions["finish"].age_seconds > 0, "the finisher to be connected")
+        wait_until_blocked(conn, crew_of(worker)._sessions["finish"].connection())
         proxy.deliver()
         task = wait_final(client, task_id)
         assert_once(task, conn, attempt=1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
 import pytest
@@ -187,8 +188,13 @@ def test_a_reaper_that_read_before_a_start_decides_again(
 # --- stale finishers ---
 
 
+By = Literal["settle", "complete"]  # the statement that writes a success alone, and the one that writes everything
+both = pytest.mark.parametrize("by", ["settle", "complete"])
+
+
+@both
 def test_a_stale_finish_with_the_same_token_is_refused(
-    client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
+    client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any, by: By
 ) -> None:
     """A claim that a crash of the server has undone: the next claim gets the same token, and the worker tells them
     apart.
@@ -202,14 +208,15 @@ def test_a_stale_finish_with_the_same_token_is_refused(
     )
     second = claim_one(b)
     assert first.held.fencing_token == second.held.fencing_token
-    assert a.finish(first) is False
+    assert a.finish(first, by=by) is False
     assert a.start(first) == []
     assert get(client, task_id).worker_id == b.id
     assert b.finish(second) is True
 
 
+@both
 def test_a_stale_finish_of_the_same_worker_is_refused(
-    client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any
+    client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any, by: By
 ) -> None:
     """It gave the task back and got it again: its old outcome has the old token."""
     task_id = client.submit(job.new())
@@ -217,19 +224,36 @@ def test_a_stale_finish_of_the_same_worker_is_refused(
     first = claim_one(a)
     assert a.finish(first, Interrupted(began=False))
     second = claim_one(a)
-    assert a.finish(first) is False
+    assert a.finish(first, by=by) is False
     assert get(client, task_id).state == "claimed"
     assert a.finish(second) is True
 
 
-def test_nothing_is_finished_twice(client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any) -> None:
+@both
+def test_nothing_is_finished_twice(
+    client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any, by: By
+) -> None:
     """An outcome that is sent again after a lost answer finds the task final."""
     task_id = client.submit(job.new())
     a = workers("a")
     claimed = claim_one(a)
-    assert a.finish(claimed, Completed('{"value": 1}'))
-    assert not a.finish(claimed, Completed('{"value": 2}'))
+    assert a.finish(claimed, Completed('{"value": 1}'), by=by)
+    assert not a.finish(claimed, Completed('{"value": 2}'), by=by)
     assert get(client, task_id).result == {"value": 1}
+
+
+def test_a_retry_without_delay_is_ready_at_once(
+    client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any
+) -> None:
+    """Though the worker's clock is a little ahead of the database's."""
+    task_id = client.submit(job.new())
+    a = workers("a")
+    claimed = claim_one(a)
+    ahead = datetime.now(UTC) + timedelta(seconds=5)
+    settlement = decide(claimed.held, Failed(Problem("X", "x", "x"), delay_seconds=0), ahead, Rules())
+    json = settlement_json(claimed.held, settlement, started_at=ahead, finished_at=ahead)
+    a.session.run(a.statements.settle(a.id, [json], [claimed.claim_id]))
+    assert get(client, task_id).ready
 
 
 # --- cancel ---

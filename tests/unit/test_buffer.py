@@ -41,7 +41,9 @@ def execution(
         UUID(int=number), "resize", "default", "claimed", "worker-1", 1, 0, 0, 3, 0, 0, suspect, on_crash, None, NOW,
         None, None, None,
     )  # fmt: skip
-    return Execution(ClaimedTask(held, "{}", "{}", "{}", None, 0, NOW, True, NOW, claim_id), None, is_coroutine=is_coroutine)
+    return Execution(
+        ClaimedTask(held, "{}", "{}", "{}", None, 0, NOW, True, NOW, claim_id), None, is_coroutine=is_coroutine
+    )
 
 
 def executions(count: int, **given: Any) -> list[Execution]:
