@@ -7,6 +7,7 @@ python3 dev.py pooler     the suite through PgBouncer in transaction mode, save 
 python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
 python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
+python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under kills and freezes: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL;
                           or both beside other queues from PyPI (bench peers)
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "beside": beside,
+        "exactly-once": lambda options: run_in_venv("tests/campaigns/exactly_once.py", *options),
         "soak": lambda options: run_in_venv("tests/campaigns/soak.py", *options),
         "bench": bench,
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
@@ -137,8 +139,10 @@ def test_on_15() -> int:
         announce("SKIPPED: THE SUITE ON POSTGRESQL 15. apt-get install postgresql-15 to run it here.")
         return 0
     environment = os.environ | {"TASKLIB_PG_BIN": str(POSTGRES_15)}
-    # The launcher's own tests try both versions already.
-    suite = [PYTHON, "-m", "pytest", "tests/integration", "--ignore=tests/integration/test_embedded.py"]
+    # The launcher's own tests try both versions already; what frameworks do with a connection is no matter of versions.
+    elsewhere = ("test_embedded.py", "test_pooler.py", "test_borrowed_*.py", "test_django*.py", "test_fastapi.py")
+    suite: list[str | Path] = [PYTHON, "-m", "pytest", "tests/integration"]
+    suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]
     return run_all(("suite on PostgreSQL 15", suite), environment=environment)
 
 

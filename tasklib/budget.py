@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import psycopg
@@ -40,6 +41,18 @@ def connection_budget(config: Config, *, concurrency: int = 0, listen: bool = Tr
         clients=config.pool_size * (1 + event_loops),
         waiter=1,
     )
+
+
+class BudgetCheck:
+    """A worker's first duty, and done once."""
+
+    def __init__(self, session: Session, budget: Budget) -> None:
+        self._session = session
+        self._budget = budget
+
+    def run_once(self) -> float:
+        warn_if_scarce(self._session, self._budget)
+        return math.inf
 
 
 def warn_if_scarce(session: Session, budget: Budget) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 # What becomes of a statement. "before": cut, and the server never hears it. "during": cut as soon as it is sent.
-# "after": cut when the server has answered. "late": cut, and the server hears it only when `deliver` is called, if ever:
-# what a network does that goes silent in the middle.
+# "after": cut when the server has answered. "late": the client is cut off, and the server hears the statement only when
+# `deliver` is called, if ever: what a network does that goes silent in the middle.
 Fate = Literal["pass", "before", "during", "after", "late"]
 
 _COMMIT = re.compile(r"\s*(commit|end)\b(?!\s+prepared)", re.IGNORECASE)

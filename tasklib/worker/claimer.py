@@ -143,6 +143,7 @@ class Claimer:
             self._promote()
         is_short = self._fill()
         if is_short and self._promote():
+            self.is_drained = False
             return 0.0
         return self._pause(is_short=is_short)
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tasklib.budget import BudgetCheck, connection_budget
 from tasklib.database import Database
 from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
@@ -89,7 +90,9 @@ class Crew:
         runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
         self.threads, self.coroutines = ThreadRunner(*runs), CoroutineRunner(*runs)
         listener = Listener(self._sessions["listen"], menu.queues, self._ring, self._cancel)
+        budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         duties = (
+            BudgetCheck(self._sessions["duties"], budget),
             Reaper(config, self._sessions["duties"], statements),
             Expirer(self._sessions["duties"], statements),
             Census(self._sessions["duties"], statements, menu),

@@ -24,7 +24,8 @@ from tasklib.connection import (
     WatchedConnection,
     connection_string,
     is_connection_lost,
-    prepare_connection,
+    meet,
+    meet_async,
     send,
     send_async,
 )
@@ -216,14 +217,14 @@ class Transactions:
     def _connect(self) -> BoundedConnection:
         _make_room(self._idle_async)
         conn = BoundedConnection.connect(self._dsn)
-        prepare_connection(conn)
+        meet(conn)
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
         return conn
 
     async def _connect_async(self) -> WatchedConnection:
         _make_room(self._idle)
         conn = await WatchedConnection.connect(self._dsn)
-        prepare_connection(conn)
+        await meet_async(conn)
         await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
         return conn
 

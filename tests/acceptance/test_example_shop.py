@@ -39,6 +39,7 @@ def test_its_tests_pass(shop: Path, tasklib_postgres: EmbeddedPostgres, options:
     assert "8 passed" in run.stdout
 
 
+@pytest.mark.direct("compares all that the worker says; behind a pooler it warns")
 def test_its_worker_serves(shop: Path, config: tasklib.Config, client: tasklib.Client) -> None:
     """`python -m shop`, as its README says; SIGTERM ends it in good order."""
     order = client.submit_task("send_confirmation", order=1, to="ann@example.com", lines=[], queue="mail")

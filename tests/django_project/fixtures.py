@@ -74,7 +74,7 @@ def project(set_up_project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def run_tasks(config: tasklib.Config) -> None:
     """All that can run now, and their retries: those without a delay are due at once, give or take a millisecond."""
     due = "select count(*) from tasklib.tasks where due_at < now() + interval '1 minute'"
-    with psycopg.connect(config.database_url, autocommit=True) as conn:
+    with psycopg.connect(config.database_url, autocommit=True, prepare_threshold=None) as conn:
         TaskWorker(config).run_until_empty_sync()
         while conn.execute(due).fetchone() != (0,):
             TaskWorker(config).run_until_empty_sync()
@@ -83,5 +83,5 @@ def run_tasks(config: tasklib.Config) -> None:
 @pytest.fixture
 def others(set_up_project: Project) -> Iterator[Conn]:
     """What everybody else sees."""
-    with psycopg.connect(set_up_project.url, autocommit=True) as conn:
+    with psycopg.connect(set_up_project.url, autocommit=True, prepare_threshold=None) as conn:
         yield conn

@@ -153,6 +153,7 @@ def test_tasks_submit_in_transactions_too(project: tasklib.Config, others: Conn)
 # --- connections in workers ---
 
 
+@pytest.mark.direct("ends the backend of Django's own connection")
 @pytest.mark.parametrize("kind", ["", "_async"])
 def test_a_connection_that_died_between_two_tasks_fails_none(
     project: tasklib.Config, others: Conn, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -171,6 +172,7 @@ def test_a_connection_that_died_between_two_tasks_fails_none(
     assert task.result != first
 
 
+@pytest.mark.direct("counts backends, which a pooler keeps")
 @pytest.mark.parametrize("kind", ["", "_async"])
 def test_no_connection_outlives_its_task(project: tasklib.Config, others: Conn, kind: str) -> None:
     """By default (CONN_MAX_AGE=0) Django keeps none after a request, nor after a task."""
@@ -289,6 +291,7 @@ def test_a_service_file_can_name_the_database() -> None:
         assert parts(config()) == {"service": "shop", "client_encoding": "UTF8"}
 
 
+@pytest.mark.direct("sets options, which PgBouncer refuses")
 @pytest.mark.usefixtures("project")
 def test_an_assumed_role_is_assumed(others: Conn) -> None:
     """Connections of tasklib's own act as the role that Django's act as."""

@@ -80,6 +80,7 @@ def _workers(url: str) -> list[tuple[object, ...]]:
         return conn.execute("select concurrency, queues from tasklib.workers").fetchall()
 
 
+@pytest.mark.direct("holds an advisory lock in its own session")
 def test_a_worker_finishes_what_executes(url: str, worker: Callable[..., subprocess.Popen[str]]) -> None:
     """SIGTERM in the middle of a task: it is completed before the process ends."""
     process = worker()

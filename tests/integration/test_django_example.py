@@ -40,6 +40,7 @@ class Example:
         return said
 
 
+@pytest.mark.direct("drops its test database, to which a pooler stays connected")
 @pytest.mark.parametrize("how", [(), ("--parallel", "2")])
 def test_its_tests_pass(new_database: NewDatabase, how: tuple[str, ...]) -> None:
     """On a database that Django makes, and that it can drop afterwards; in several processes, each on its own."""

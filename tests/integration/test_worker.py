@@ -843,6 +843,19 @@ def test_an_idle_worker_hears_of_new_work(client: tasklib.Client, config: taskli
         assert ran.wait(5)
 
 
+def test_until_empty_means_retries_too(client: tasklib.Client, config: tasklib.Config) -> None:
+    """Those that are due at once."""
+
+    @tasklib.task(max_retries=3, backoff=tasklib.Fixed(0))
+    def failing() -> None:
+        raise OSError
+
+    for _ in range(20):
+        task_id = client.submit_task(failing)
+        TaskWorker(config).run_until_empty_sync()
+        assert tasklib.is_failed(get(client, task_id))
+
+
 def test_polling_alone_is_enough(client: tasklib.Client, config: tasklib.Config) -> None:
     """listen=False: everything works, within the poll interval."""
     ran = threading.Event()
