@@ -116,6 +116,7 @@ class Claimer:
         self._suspects_at = 0.0
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
+        self.claimed = 0  # in all; grows when they are in the buffer
 
     def ring(self) -> None:
         """Somebody says that there is work. A hint, never the truth."""
@@ -197,6 +198,7 @@ class Claimer:
         if tasks:
             self._clock.set(tasks[0].claimed_by_clock, asked_at)
             self._add(tasks)
+            self.claimed += len(tasks)
         return tasks
 
     def _is_open_to_suspects(self) -> bool:

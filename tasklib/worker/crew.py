@@ -233,10 +233,12 @@ class Crew:
         """Nothing held, and a look that began afterwards found nothing."""
         while not self.stop_asked.is_set():
             self._settled.clear()
+            claimed = self.claimer.claimed
             if self.buffer.is_idle():
                 self.claimer.is_drained = False
                 self._look_again()
-                if self.claimer.is_drained and self.buffer.is_idle():
+                # What was claimed meanwhile may be ready again: it was not when we looked.
+                if self.claimer.is_drained and self.claimer.claimed == claimed:
                     return
             self._settled.wait(0.02)
 

@@ -173,9 +173,18 @@ def test_a_commit_that_comes_late_counts(
 def test_a_completion_after_the_lease_was_lost_is_refused(
     client: tasklib.Client, database_url: str, conn: Conn, tmp_path: Path, kind: Kind, grave: ManualWorker
 ) -> None:
-    """Others have recovered the task, and run it, when the first worker wants to complete it. That worker goes on."""
+    """Others have recovered the task, and are running it, when the first worker wants to complete it. Its writes do not
+    count, theirs do; and it goes on.
+    """
     hold = Hold(is_completion)
-    write = write_in(kind)
+    began = [threading.Event(), threading.Event()]
+    may_end = threading.Event()
+
+    def run_on() -> None:
+        began[began[0].is_set()].set()
+        assert not began[1].is_set() or may_end.wait(SECONDS)
+
+    write = write_in(kind, run_on)
     with (
         CuttingProxy(database_url, tmp_path, hold.decide) as proxy,
         running(tasklib.Config(proxy.url), concurrency=1) as first,
@@ -185,10 +194,13 @@ def test_a_completion_after_the_lease_was_lost_is_refused(
         die(conn, first)
         reap(database_url, grave)
         with running(tasklib.Config(database_url)):
+            assert began[1].wait(SECONDS)
+            hold.let_go()
+            wait_until(lambda: not crew_of(first).buffer.executing(), "the first to end")
+            assert (count(conn), get(client, task_id).completed_at) == (0, None)
+            may_end.set()
             task = wait_final(client, task_id)
-        hold.let_go()
-        wait_until(lambda: not crew_of(first).buffer.executing(), "the first to end")
-        assert_once(get(client, task_id), conn, attempt=task.attempt)
+            assert_once(task, conn, attempt=task.attempt)
         assert wait_final(client, client.submit(write.new(2))).state == "completed"
     assert count(conn) == 2
 

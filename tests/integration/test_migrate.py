@@ -18,6 +18,7 @@ from tasklib import migrate
 from tests.campaigns.migrators import kill_one, race, state_of
 from tests.raw_sql import NewDatabase, literal
 from tests.snapshot import snapshot
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +61,22 @@ def test_twenty_at_once_make_one_schema(new_database: NewDatabase, database_url:
     url = new_database()
     assert race(url, 20) == [0] * 20
     assert state_of(url) == (state_of(database_url)[0], 0)
+
+
+def test_a_migrator_waits_for_another(new_database: NewDatabase, direct: Callable[[str], str]) -> None:
+    """One at a time: the lock is asked for before anything is looked at."""
+    url = new_database()
+    waiting = "select from pg_locks where locktype = 'advisory' and not granted"
+    with psycopg.connect(direct(url)) as other, psycopg.connect(direct(url), autocommit=True) as conn:
+        other.execute("select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0))")
+        migrator = threading.Thread(target=lambda: migrate.migrate(tasklib.Config(url)))
+        migrator.start()
+        wait_until(lambda: conn.execute(waiting).fetchone() is not None or not migrator.is_alive(), "the lock")
+        was_waiting = migrator.is_alive()
+        other.rollback()
+        migrator.join(30)
+    assert was_waiting
+    assert str(migrate.migrate(tasklib.Config(url))) == "nothing"
 
 
 @pytest.mark.slow
@@ -195,11 +212,13 @@ def test_a_busy_lock_is_waited_for_and_then_named(new_database: NewDatabase, mon
 
 def test_pre_leaves_what_takes_away(new_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pre` before the rollout, the rest after it."""
-    known = [*migrate.known_migrations(), migrate.Migration(3, "tidy", "post", "drop index tasklib.tasks_unsuccessful")]
+    tidy = migrate.Migration(99, "tidy", "post", "drop index tasklib.tasks_unsuccessful")
+    known = [*migrate.known_migrations(), tidy]
     monkeypatch.setattr(migrate, "known_migrations", lambda: known)
     config = tasklib.Config(new_database())
-    assert str(migrate.migrate(config, phase="pre")) == "0001_tasks (pre), 0002_workers (pre), functions"
-    assert str(migrate.migrate(config)) == "0003_tidy (post)"
+    everything = "0001_tasks (pre), 0002_workers (pre), 0003_room (pre), functions"
+    assert str(migrate.migrate(config, phase="pre")) == everything
+    assert str(migrate.migrate(config)) == "0099_tidy (post)"
     assert str(migrate.migrate(config)) == "nothing"
 
 
@@ -216,7 +235,7 @@ def test_the_module_needs_no_extra(new_database: NewDatabase, words: list[str]) 
     assert run("--check").returncode == 1
     made = run()
     assert (made.returncode, made.stderr) == (0, "")
-    assert "applied: 0001_tasks (pre), 0002_workers (pre), functions" in made.stdout
+    assert "applied: 0001_tasks (pre), 0002_workers (pre), 0003_room (pre), functions" in made.stdout
     assert run("--check").returncode == 0
     assert "create table" not in run("--sql").stdout
 
