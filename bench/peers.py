@@ -6,7 +6,8 @@ rounds: absolute figures vary with the machine by a factor of two from one hour 
 that more than 1 means that tasklib is ahead.
 
 The others are installed from PyPI, in these versions, into environments of their own under .venv/peers. Each system
-runs in processes of its own, which take commands as lines of JSON (bench/drivers/driver.py).
+runs in processes of its own, which take commands as lines of JSON (bench/drivers/driver.py). All of them run on uvloop,
+if it is installed here. CPU times are read from /proc: for Linux.
 
 python3 dev.py bench peers --rounds 5 --tasks 20000
 """
@@ -39,7 +40,13 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / ".venv" / "peers"
-SETTINGS = {"shared_buffers": "1GB", "max_wal_size": "4GB", "fsync": "on", "synchronous_commit": "on"}
+SETTINGS = {
+    "shared_buffers": "1GB",
+    "max_wal_size": "4GB",
+    "max_connections": "400",
+    "fsync": "on",
+    "synchronous_commit": "on",
+}
 ANSWER_SECONDS = 300.0
 PACE_SECONDS = 0.02
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -71,7 +78,7 @@ TASKLIB = System(
 PEERS = [
     System(
         name="procrastinate",
-        packages=("procrastinate==3.10.0", "psycopg[binary]==3.3.8", "psycopg-pool==3.3.3"),
+        packages=("procrastinate==3.10.0", "psycopg[binary]==3.3.8", "psycopg-pool==3.3.3", "uvloop==0.23.0"),
         left="select exists (select from procrastinate_jobs where status in ('todo', 'doing'))",
         mode="async tasks, psycopg, concurrency 50, pool of 20, jobs kept (its default)",
         share=0.1,

@@ -8,6 +8,7 @@ clock for all processes of a machine.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import resource
@@ -97,7 +98,8 @@ class Driver:
         return self._system
 
     async def versions(self) -> dict[str, Any]:
-        return {name: version(name) for name in self._make.packages}
+        names = [*self._make.packages, *(["uvloop"] if has_uvloop() else [])]
+        return {name: version(name) for name in names}
 
     async def setup(self, dsn: str) -> dict[str, Any]:
         await self._make(dsn).install()
@@ -189,5 +191,11 @@ def say(answer: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def main(make: type[System], run: Callable[[Any], Any] = asyncio.run) -> None:
+def has_uvloop() -> bool:
+    return importlib.util.find_spec("uvloop") is not None
+
+
+def main(make: type[System]) -> None:
+    """On uvloop, which any application may choose; on asyncio's own loop where it is not installed."""
+    run: Callable[[Any], Any] = importlib.import_module("uvloop").run if has_uvloop() else asyncio.run
     run(Driver(make).serve())

@@ -13,7 +13,6 @@ from bench.drivers.driver import TEXT, System, main, note
 asyncpg: Any = importlib.import_module("asyncpg")  # in this environment only: no types here
 pgqueuer: Any = importlib.import_module("pgqueuer")
 queries: Any = importlib.import_module("pgqueuer.queries")
-uvloop: Any = importlib.import_module("uvloop")
 
 BATCH_SIZE = 500
 
@@ -23,7 +22,7 @@ async def async_task(job: Any) -> None:
 
 
 class PgQueuer(System):
-    packages: ClassVar = ["pgqueuer", "asyncpg", "uvloop"]
+    packages: ClassVar = ["pgqueuer", "asyncpg"]
     queries: Any
     worker: Any
 
@@ -60,4 +59,4 @@ def payload(number: int) -> bytes:
 
 
 if __name__ == "__main__":
-    main(PgQueuer, uvloop.run)
+    main(PgQueuer)

@@ -275,7 +275,6 @@ class Crew:
             return
         run_stop_hooks(self.coroutines, max(grace_seconds, ABANDON_AFTER_SECONDS))
         self.coroutines.stop(ABANDON_AFTER_SECONDS)
-        self.transactions.close()
         for loop in self.loops.values():
             loop.stop()
         for loop in self.loops.values():

@@ -29,7 +29,7 @@ class Execution:
 
     __slots__ = (
         "claimed", "deadline", "function", "has_ended", "inside", "interrupt_kind", "is_committed", "is_coroutine",
-        "is_marked", "is_reported_stuck", "locked_since", "started", "started_at", "task", "transaction",
+        "is_marked", "is_reported_stuck", "locked_since", "opening", "started", "started_at", "task", "transaction",
     )  # fmt: skip
 
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
@@ -46,6 +46,7 @@ class Execution:
         self.interrupt_kind: type[TaskInterrupt] | None = None
         self.inside: ThreadSeat | CoroutineSeat | None = None
         self.transaction: Transaction[Any] | None = None
+        self.opening: Any = None  # a lock, from the first time that the task asks for its connection
         self.has_ended = False  # its function has
         self.is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 

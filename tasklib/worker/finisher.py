@@ -15,7 +15,7 @@ import psycopg
 
 from tasklib.connection import is_about_rows, is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Problem, Settlement
+from tasklib.outcomes import Interrupted, Problem, Rules, Settlement, decide
 from tasklib.statements import settlement_json
 from tasklib.states import State
 from tasklib.strict_json import storable
@@ -57,6 +57,7 @@ class Ended(NamedTuple):
             and self.settlement.problem is None
             and self.progress is None
             and self.execution.started_at is not None
+            and not self.execution.is_committed
         )
 
     def to_row(self) -> tuple[UUID, int, datetime | None, datetime, str | None]:
@@ -64,10 +65,16 @@ class Ended(NamedTuple):
         return task.id, task.fencing_token, self.execution.started_at, self.finished_at, self.settlement.result
 
     def to_json(self) -> str:
+        """What was completed in its own transaction is given back: which changes nothing, unless a crash of the server
+        has undone the COMMIT.
+        """
         execution = self.execution
+        given_back = execution.is_committed and decide(
+            execution.task, Interrupted(began=True), self.finished_at, Rules()
+        )
         return settlement_json(
             execution.task,
-            self.settlement,
+            given_back or self.settlement,
             started_at=execution.started_at,
             finished_at=self.finished_at,
             progress=self.progress,
@@ -170,11 +177,9 @@ class Finisher:
         self._buffer.settled(executions)
 
     def _statement(self, worker_id: str, batch: Sequence[Ended], claims: Iterable[int]) -> Statement[list[UUID]]:
-        """What was committed in its own transaction only ends its claim here."""
-        own = [each for each in batch if not each.execution.is_committed]
-        if own and own[0].is_plain:
-            return self._statements.complete(worker_id, [each.to_row() for each in own], claims)
-        return self._statements.settle(worker_id, [each.to_json() for each in own], claims)
+        if batch[0].is_plain:
+            return self._statements.complete(worker_id, [each.to_row() for each in batch], claims)
+        return self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
 
     def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
         """Somebody holds a row of the batch: the others do not wait for it."""
@@ -211,10 +216,12 @@ class Finisher:
             return
         for each in batch:
             task, is_committed = each.execution.task, each.execution.is_committed
-            if is_committed is None and task.id not in settled:
-                log.info("commit.found", task=task.name, task_id=task.id)
-            elif not is_committed and task.id not in settled:
+            if is_committed is False and task.id not in settled:
                 log.warning("lease.lost", task=task.name, task_id=task.id, token=task.fencing_token)
+            elif is_committed is None and task.id not in settled:
+                log.info("commit.found", task=task.name, task_id=task.id)
+            elif is_committed and task.id in settled:
+                log.error("commit.lost", task=task.name, task_id=task.id, consequence="it will run again")
 
     def _mark_long_runners(self) -> None:
         now = time.monotonic()

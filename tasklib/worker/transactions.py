@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import psycopg
 from psycopg import conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
 
 from tasklib.connection import (
     BoundedConnection,
@@ -32,7 +31,7 @@ from tasklib.connection import (
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.log import log
 from tasklib.outcomes import Completed, Failed, Interrupted
-from tasklib.statements import settlement_json
+from tasklib.statements import Statement, settlement_json
 from tasklib.worker.problems import problem_of
 from tasklib.worker.runners import outcome_of
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
     from tasklib.outcomes import Outcome, Settlement
-    from tasklib.statements import Statement, WorkerStatements
+    from tasklib.statements import WorkerStatements
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.execution import Execution
 
@@ -51,10 +50,13 @@ C = TypeVar("C", BoundedConnection, WatchedConnection)
 
 MOST_FREE_RUNS = 10  # that a broken connection may cause, before it is taken for the task's own fault
 
-# A task may think for as long as its own timeout says. Sent first of all, it also tells whether the connection lives.
-# The mark is gone when the transaction is: a COMMIT or ROLLBACK in the task's own SQL, which psycopg cannot refuse.
+# A task may think for as long as its own timeout says. The mark is gone when the transaction is: a COMMIT or ROLLBACK
+# in the task's own SQL, which psycopg cannot refuse.
 _BEGIN = "select set_config('idle_in_transaction_session_timeout', '0', true), set_config('tasklib.task', 'here', true)"
-_IS_WHOLE = "select current_setting('tasklib.task', true) = 'here'"
+
+# From now on the task's row is locked: if we fall silent, the server must not wait for us.
+_IS_WHOLE = """select current_setting('tasklib.task', true) = 'here',
+                      set_config('idle_in_transaction_session_timeout', $1, true)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ class Transaction(Generic[C]):
 
 
 class Transactions:
-    """At most one for each task that runs, so at most as many connections as there are slots. Those that ended are kept
-    for the next: a pool would bring threads of its own. One that is kept for the other kind of function makes room.
+    """At most one for each task that runs, so at most as many connections as there are slots. Each is made for its task
+    and closed with it: what the task has left running, or has set, must not reach the next one's transaction.
     """
 
     def __init__(
@@ -84,15 +86,15 @@ class Transactions:
         self._clock = clock
         self._decide = decide
         self._take_progress = take_progress
-        self._opening = threading.Lock()
-        self._opening_async = asyncio.Lock()
-        self._idle: list[BoundedConnection] = []
-        self._idle_async: list[WatchedConnection] = []
+        self._lock = threading.Lock()
 
     def open(self, execution: Execution) -> BoundedConnection:
         if execution.is_coroutine:
             raise InvalidOptions("in an async function: await current_task().async_connection()")
-        with self._opening:  # the task may have threads of its own
+        with self._lock:
+            opening: threading.Lock = execution.opening or threading.Lock()
+            execution.opening = opening
+        with opening:  # the task may have threads of its own
             _refuse_ended(execution)
             if execution.transaction is None:
                 execution.transaction = self._begin()
@@ -102,7 +104,8 @@ class Transactions:
     async def open_async(self, execution: Execution) -> WatchedConnection:
         if not execution.is_coroutine:
             raise InvalidOptions("in a function that is not async: current_task().connection")
-        async with self._opening_async:  # two may ask at once
+        execution.opening = execution.opening or asyncio.Lock()
+        async with execution.opening:  # two may ask at once
             _refuse_ended(execution)
             if execution.transaction is None:
                 execution.transaction = await self._begin_async()
@@ -112,17 +115,20 @@ class Transactions:
     def end(self, execution: Execution, outcome: Outcome) -> Outcome:
         """The function has ended so: commit, or roll back. The answer is what the outcome is after that."""
         execution.has_ended = True
-        transaction, execution.transaction = execution.transaction, None
-        if transaction is None:
+        if execution.opening is None:
             return outcome
-        conn: BoundedConnection = transaction.conn
+        with execution.opening:
+            transaction = execution.transaction
+        return outcome if transaction is None else self._end(execution, outcome, transaction)
+
+    def _end(self, execution: Execution, outcome: Outcome, transaction: Transaction[BoundedConnection]) -> Outcome:
+        conn = transaction.conn
         conn.deadline = time.monotonic() + self._seconds
-        conn.row_factory = tuple_row  # the task may have set another
         try:
             if isinstance(outcome, Completed):
                 if conn.closed:
                     return _spoilt(_CLOSED)
-                if conn.execute(_IS_WHOLE).fetchone() != (True,):
+                if not send(conn, [self._is_whole()])[0]:
                     return _spoilt(_ENDED)
                 if not send(conn, [self._completion(execution, outcome)])[0]:
                     return _not_ours(execution)
@@ -132,30 +138,33 @@ class Transactions:
         except Exception as error:  # noqa: BLE001 - the thread, its slot and its task would be lost
             return _outcome_of(execution, error)
         finally:
-            self._give_back(conn, transaction.block)
+            _close(transaction)
         return outcome
 
     async def end_async(self, execution: Execution, outcome: Outcome) -> Outcome:
         """Not to be cancelled in the middle of a COMMIT."""
         execution.has_ended = True
-        transaction, execution.transaction = execution.transaction, None
-        if transaction is None:
+        if execution.opening is None:
             return outcome
-        ending = asyncio.ensure_future(self._end_async(execution, outcome, transaction))
+        ending = asyncio.ensure_future(self._end_async(execution, outcome))
         while not ending.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(ending)
         return ending.result()
 
-    async def _end_async(self, execution: Execution, outcome: Outcome, transaction: Transaction[Any]) -> Outcome:
+    async def _end_async(self, execution: Execution, outcome: Outcome) -> Outcome:
+        assert execution.opening is not None  # noqa: S101 - see above
+        async with execution.opening:
+            transaction = execution.transaction
+        if transaction is None:
+            return outcome
         conn: WatchedConnection = transaction.conn
-        conn.row_factory = tuple_row
         try:
             if isinstance(outcome, Completed):
                 if conn.closed:
                     return _spoilt(_CLOSED)
                 async with asyncio.timeout(self._seconds):
-                    if await (await conn.execute(_IS_WHOLE)).fetchone() != (True,):
+                    if not (await send_async(conn, [self._is_whole()]))[0]:
                         return _spoilt(_ENDED)
                     if not (await send_async(conn, [self._completion(execution, outcome)]))[0]:
                         return _not_ours(execution)
@@ -165,14 +174,11 @@ class Transactions:
         except Exception as error:  # noqa: BLE001 - as above
             return _outcome_of(execution, error)
         finally:
-            await self._give_back_async(conn, transaction.block)
+            await _close_async(transaction, self._seconds)
         return outcome
 
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().pgconn.finish()
-        while self._idle_async:
-            self._idle_async.pop().pgconn.finish()
+    def _is_whole(self) -> Statement[bool]:
+        return Statement(_IS_WHOLE, (str(max(int(self._seconds * 1000), 1)),), lambda rows: rows[0][0] is True)
 
     def _completion(self, execution: Execution, outcome: Completed) -> Statement[list[UUID]]:
         now = self._clock.now()
@@ -182,86 +188,57 @@ class Transactions:
         )  # fmt: skip
         return self._statements.settle(execution.task.worker_id, [settled])
 
-    # --- connections ---
-
     def _begin(self) -> Transaction[BoundedConnection]:
-        while True:
-            is_new = not self._idle
-            conn = self._connect() if is_new else self._idle.pop()
+        conn = BoundedConnection.connect(self._dsn)
+        try:
+            meet(conn)
+            conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
             block = conn.transaction()
-            try:
-                block.__enter__()
-                conn.execute(_BEGIN)
-            except psycopg.Error as error:
-                conn.close()
-                if is_new or not is_connection_lost(error):
-                    raise
-            else:
-                return Transaction(conn, block)
+            block.__enter__()
+            conn.execute(_BEGIN)
+        except BaseException:  # an interrupt of the task, too
+            conn.pgconn.finish()
+            raise
+        return Transaction(conn, block)
 
     async def _begin_async(self) -> Transaction[WatchedConnection]:
-        while True:
-            is_new = not self._idle_async
-            conn = await self._connect_async() if is_new else self._idle_async.pop()
-            block = conn.transaction()
-            try:
-                await block.__aenter__()
-                await conn.execute(_BEGIN)
-            except psycopg.Error as error:
-                await conn.close()
-                if is_new or not is_connection_lost(error):
-                    raise
-            else:
-                return Transaction(conn, block)
-
-    def _connect(self) -> BoundedConnection:
-        _make_room(self._idle_async)
-        conn = BoundedConnection.connect(self._dsn)
-        meet(conn)
-        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
-        return conn
-
-    async def _connect_async(self) -> WatchedConnection:
-        _make_room(self._idle)
         conn = await WatchedConnection.connect(self._dsn)
-        await meet_async(conn)
-        await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
-        return conn
-
-    def _give_back(self, conn: BoundedConnection, block: psycopg.Transaction) -> None:
-        """What is still open is rolled back; what cannot be is closed, and rolled back by the server."""
         try:
-            if conn.info.transaction_status == TransactionStatus.ACTIVE:  # an interrupt came in the middle of a query
-                conn.abandon()
-            elif conn.info.transaction_status != TransactionStatus.IDLE:
-                block.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
-        except Exception as error:  # noqa: BLE001 - see above
-            _tell_broken(error)
+            await meet_async(conn)
+            await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+            block = conn.transaction()
+            await block.__aenter__()
+            await conn.execute(_BEGIN)
+        except BaseException:
             conn.pgconn.finish()
-        conn.deadline = float("inf")
-        if _is_clean(conn):
-            self._idle.append(conn)
-        else:
-            conn.close()
-
-    async def _give_back_async(self, conn: WatchedConnection, block: psycopg.AsyncTransaction) -> None:
-        try:
-            async with asyncio.timeout(self._seconds):
-                if conn.info.transaction_status == TransactionStatus.ACTIVE:
-                    await conn.cancel_safe(timeout=self._seconds)
-                elif conn.info.transaction_status != TransactionStatus.IDLE:
-                    await block.__aexit__(psycopg.Rollback, psycopg.Rollback(), None)
-        except Exception as error:  # noqa: BLE001 - as above
-            _tell_broken(error)
-            conn.pgconn.finish()
-        if _is_clean(conn):
-            self._idle_async.append(conn)
-        else:
-            await conn.close()
+            raise
+        return Transaction(conn, block)
 
 
-def _is_clean(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    return not conn.closed and conn.info.transaction_status == TransactionStatus.IDLE
+def _close(transaction: Transaction[BoundedConnection]) -> None:
+    """What is still open is rolled back; what cannot be is rolled back by the server, when it is closed."""
+    conn = transaction.conn
+    try:
+        if conn.info.transaction_status == TransactionStatus.ACTIVE:  # an interrupt came in the middle of a query
+            conn.abandon()
+        elif not conn.closed and conn.info.transaction_status != TransactionStatus.IDLE:
+            transaction.block.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
+    except Exception as error:  # noqa: BLE001 - see above
+        _tell_broken(error)
+    conn.pgconn.finish()
+
+
+async def _close_async(transaction: Transaction[WatchedConnection], seconds: float) -> None:
+    conn = transaction.conn
+    try:
+        async with asyncio.timeout(seconds):
+            if conn.info.transaction_status == TransactionStatus.ACTIVE:
+                await conn.cancel_safe(timeout=seconds)
+            elif not conn.closed and conn.info.transaction_status != TransactionStatus.IDLE:
+                await transaction.block.__aexit__(psycopg.Rollback, psycopg.Rollback(), None)
+    except Exception as error:  # noqa: BLE001 - as above
+        _tell_broken(error)
+    conn.pgconn.finish()
 
 
 def _refuse_ended(execution: Execution) -> None:
@@ -284,9 +261,8 @@ def _outcome_of(execution: Execution, error: Exception) -> Outcome:
         return _spoilt(_ABORTED)
     if not isinstance(error, psycopg.Error) or is_connection_lost(error):
         _tell_broken(error, task=task.name, task_id=task.id)
-        if execution.is_committed is None or task.attempt - task.retry_count < MOST_FREE_RUNS:
+        if task.attempt - task.retry_count < MOST_FREE_RUNS:
             return Interrupted(began=True)
-    execution.is_committed = False
     return outcome_of(execution, error)
 
 
@@ -304,11 +280,6 @@ _ABORTED = (
 def _spoilt(reason: str) -> Failed:
     """Nothing can be completed in this transaction any more."""
     return Failed(problem_of(InvalidOptions(reason), code="TRANSACTION_SPOILT"))
-
-
-def _make_room(idle: list[Any]) -> None:
-    with contextlib.suppress(IndexError):
-        idle.pop().pgconn.finish()
 
 
 def _tell_broken(error: Exception, **about: object) -> None:

@@ -288,13 +288,9 @@ def test_a_worker_that_stops_during_the_commit_leaves_nothing_open(
     assert left == (0, 0)
 
 
-# --- what does not hold yet ---
+# --- what a task leaves behind ---
 
 
-not_yet = pytest.mark.xfail(strict=True, raises=(AssertionError, psycopg.Error))
-
-
-@not_yet
 def test_a_connection_that_was_kept_writes_nothing_for_others(
     client: tasklib.Client, config: tasklib.Config, conn: Conn
 ) -> None:
@@ -322,7 +318,6 @@ def test_a_connection_that_was_kept_writes_nothing_for_others(
     assert conn.execute("select n from effects").fetchall() == [(2,)]
 
 
-@not_yet
 def test_what_gather_left_running_writes_nothing_in_the_next_attempt(
     client: tasklib.Client, config: tasklib.Config, conn: Conn
 ) -> None:
@@ -353,7 +348,6 @@ def test_what_gather_left_running_writes_nothing_in_the_next_attempt(
     assert conn.execute("select n from effects").fetchall() == [(2,)]
 
 
-@not_yet
 def test_a_connection_that_was_used_after_its_task_loses_no_other_task(
     client: tasklib.Client, config: tasklib.Config, conn: Conn
 ) -> None:
@@ -370,7 +364,6 @@ def test_a_connection_that_was_used_after_its_task_loses_no_other_task(
     assert_once(task, conn, attempt=1)
 
 
-@not_yet
 def test_a_transaction_that_was_aborted_before_its_commit_is_no_success(
     client: tasklib.Client, config: tasklib.Config, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,27 +422,6 @@ def test_two_that_ask_at_once_get_the_same_connection(
     assert conn.execute("select n from effects order by n").fetchall() == [(1,), (2,)]
 
 
-def test_two_threads_do_not_fight_for_one_idle_connection(client: tasklib.Client, config: tasklib.Config) -> None:
-    """Both saw that there was one; the second opens another."""
-    both_look = threading.Barrier(2)
-
-    class Looked(list[Any]):
-        def __bool__(self) -> bool:
-            has_some = len(self) > 0
-            with contextlib.suppress(threading.BrokenBarrierError):  # one at a time is another way to be right
-                both_look.wait(2)
-            return has_some
-
-    write = write_in("sync", max_retries=0)
-    with running(config, concurrency=2) as worker:
-        wait_final(client, client.submit(write.new(0)))
-        wait_until(lambda: not crew_of(worker).buffer.executing())
-        transactions = crew_of(worker).transactions
-        transactions._idle = Looked(transactions._idle)
-        tasks = [wait_final(client, each) for each in client.submit_many([write.new(1), write.new(2)])]
-    assert [task.error for task in tasks] == [None, None]
-
-
 @pytest.mark.parametrize("how", ["closed", "terminated"])
 def test_a_task_that_always_loses_its_connection_comes_to_an_end(
     client: tasklib.Client, config: tasklib.Config, how: str
@@ -469,7 +441,6 @@ def test_a_task_that_always_loses_its_connection_comes_to_an_end(
         wait_final(client, client.submit_task(breaks), seconds=5)
 
 
-@not_yet
 def test_a_transaction_that_nobody_ends_does_not_keep_its_task(
     client: tasklib.Client, database_url: str, conn: Conn, tmp_path: Path
 ) -> None:
@@ -501,7 +472,6 @@ def test_the_task_may_not_end_its_transaction_in_sql(
         assert wait_final(client, client.submit_task(hasty)).state == "failed"
 
 
-@not_yet
 def test_what_a_task_has_set_ends_with_it(client: tasklib.Client, config: tasklib.Config) -> None:
     """The next one on the connection would write elsewhere."""
     seen: list[Any] = []
@@ -523,7 +493,6 @@ def test_what_a_task_has_set_ends_with_it(client: tasklib.Client, config: taskli
     assert seen == [psycopg.Cursor, ('"$user", public',)]
 
 
-@not_yet
 def test_a_commit_that_a_crash_took_back_loses_no_task(
     client: tasklib.Client, config: tasklib.Config, conn: Conn, database_url: str
 ) -> None:
@@ -556,7 +525,6 @@ def test_a_commit_that_a_crash_took_back_loses_no_task(
     assert_once(task, conn, attempt=task.attempt)
 
 
-@not_yet
 def test_a_row_that_somebody_holds_does_not_keep_the_other_locks_from_being_extended(
     client: tasklib.Client, database_url: str, conn: Conn
 ) -> None:
