@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
 ExceptionTypes: TypeAlias = "type[BaseException] | Iterable[type[BaseException]]"
 
 
-class TaskFunction(Generic[P, R]):
+class TaskFunction(Generic[P, R_co]):
     """A task function. Call it like the function that it wraps, or submit it:
 
     await send_email.submit(to="alice@example.com")
@@ -41,7 +42,7 @@ class TaskFunction(Generic[P, R]):
     __qualname__: str
 
     def __init__(
-        self, function: Callable[P, R], *, name: str | None = None, options: TaskOptions | None = None
+        self, function: Callable[P, R_co], *, name: str | None = None, options: TaskOptions | None = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())  # the function's own attributes may be called like ours
         self.function = function
@@ -53,7 +54,7 @@ class TaskFunction(Generic[P, R]):
         _refuse_generators(function, self.name)
         self._plainly = Submitter(self, {})
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> str:
@@ -62,7 +63,7 @@ class TaskFunction(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<task function {self.name!r}>"
 
-    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R]:
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R_co]:
         """The function with options for its next submits; the types of its arguments are kept."""
         return Submitter(self, options)
 
@@ -77,7 +78,7 @@ class TaskFunction(Generic[P, R]):
         self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
     async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         """Submit, and get hold of the result: `await (await add.submit_handle(1, 2)).result(timeout=10)`."""
         return self.handle(await self._plainly.submit(*args, **kwargs))
@@ -87,14 +88,14 @@ class TaskFunction(Generic[P, R]):
         self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
     def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self.handle(self._plainly.submit_sync(*args, **kwargs))
 
     @overload
     def handle(self: TaskFunction[..., Coroutine[Any, Any, T]], task_id: UUID | str) -> Handle[T]: ...
     @overload
-    def handle(self, task_id: UUID | str) -> Handle[R]: ...
+    def handle(self, task_id: UUID | str) -> Handle[R_co]: ...
     def handle(self, task_id: UUID | str) -> Handle[Any]:
         """For a task of this function that was submitted before."""
         return Handle(task_id, None, self.returns)
@@ -109,15 +110,15 @@ class TaskFunction(Generic[P, R]):
         return self._plainly.new(*args, **kwargs)
 
 
-class Submitter(Generic[P, R]):
+class Submitter(Generic[P, R_co]):
     """A task function together with the options of a submit."""
 
-    def __init__(self, task: TaskFunction[P, R], options: SubmitOptions) -> None:
+    def __init__(self, task: TaskFunction[P, R_co], options: SubmitOptions) -> None:
         self._task = task
         self._options = options
         self._terms = terms_of(task, options)
 
-    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R]:
+    def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R_co]:
         return Submitter(self._task, {**self._options, **options})
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
@@ -131,7 +132,7 @@ class Submitter(Generic[P, R]):
         self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
     async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self._task.handle(await self.submit(*args, **kwargs))
 
@@ -140,7 +141,7 @@ class Submitter(Generic[P, R]):
         self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
     def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self._task.handle(self.submit_sync(*args, **kwargs))
 

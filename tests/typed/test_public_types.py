@@ -6,8 +6,11 @@ proof that the mistake in it is seen. Nothing here is run but the last function.
 
 from __future__ import annotations
 
-from typing import assert_type
+from datetime import datetime
+from typing import Any, assert_type
 from uuid import UUID
+
+from psycopg import AsyncConnection, Connection
 
 import tasklib
 
@@ -60,6 +63,54 @@ async def verbs_are_typed(client: tasklib.Client, other: tasklib.AsyncClient) ->
     assert_type(await other.list_tasks(tags={"a": 1}), list[tasklib.Task])
     client.list_tasks(queu="mail")  # type: ignore[call-arg]
     client.submit(bare)  # type: ignore[arg-type]
+
+
+async def handles_know_the_result(client: tasklib.Client, other: tasklib.AsyncClient) -> None:
+    assert_type(await bare.submit_handle("a"), tasklib.Handle[bool])
+    assert_type(bare.submit_handle_sync("a", copies=2), tasklib.Handle[bool])
+    assert_type(await (await bare.submit_handle("a")).result(timeout=5), bool)
+    assert_type(bare.submit_handle_sync("a").result_sync(), bool)
+    await bare.submit_handle(1)  # type: ignore[arg-type]
+    bare.submit_handle_sync()  # type: ignore[call-arg]
+
+    # An async function's result is what it returns when it is awaited.
+    assert_type(await with_options.submit_handle("a"), tasklib.Handle[str])
+    assert_type((await with_options.submit_handle("a")).result_sync(5), str)
+
+    # The options step keeps both.
+    urgent, urgent_async = bare.options(priority=5), with_options.options(priority=5)
+    assert_type(await urgent.submit_handle("a"), tasklib.Handle[bool])
+    assert_type(urgent_async.submit_handle_sync("a"), tasklib.Handle[str])
+    await urgent.submit_handle("a", kopies=1)  # type: ignore[call-arg]
+
+    # Of a task that is known by its id.
+    assert_type(bare.handle(UUID(int=0)), tasklib.Handle[bool])
+    assert_type(with_options.handle("01a1e45e-0472-716f-be6e-cf211a4d24a6"), tasklib.Handle[str])
+    assert_type(client.handle(UUID(int=0), bare), tasklib.Handle[bool])
+    assert_type(other.handle(UUID(int=0), with_options), tasklib.Handle[str])
+    assert_type(tasklib.handle(UUID(int=0)), tasklib.Handle[Any])
+    assert_type(tasklib.handle(UUID(int=0)).status(), tasklib.State)
+
+
+async def waiting_is_typed(client: tasklib.Client) -> None:
+    handle = await bare.submit_handle("a")
+    assert_type(await tasklib.wait_for([handle, handle.id], timeout=1), list[tasklib.Task])
+    assert_type(client.wait_for([handle]), list[tasklib.Task])
+    async for task in tasklib.as_completed([handle]):
+        assert_type(task, tasklib.Task)
+    for task in tasklib.as_completed_sync([handle.id]):
+        assert_type(task.progress, Any)
+    await tasklib.wait_for([1])  # type: ignore[list-item]
+
+
+async def the_current_task_is_typed() -> None:
+    current = tasklib.current_task()
+    assert_type(current, tasklib.CurrentTask)
+    assert_type(current.deadline, datetime | None)
+    assert_type(current.connection, Connection[Any])
+    assert_type(await current.async_connection(), AsyncConnection[Any])
+    current.progress(1, 2, "three")
+    current.progress("1")  # type: ignore[arg-type]
 
 
 def test_this_file_can_be_imported() -> None:
