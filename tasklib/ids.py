@@ -7,7 +7,7 @@ import threading
 import time
 from uuid import UUID, SafeUUID
 
-_set = object.__setattr__  # a UUID forbids its own
+_set_int = UUID.__dict__["int"].__set__
 _MILLISECOND = 1_000_000  # in nanoseconds
 _COUNTER_BITS = 42  # 12 bits of rand_a and the upper 30 of rand_b
 _COUNTER_LIMIT = 1 << _COUNTER_BITS
@@ -18,17 +18,33 @@ class TaskId(UUID):
     with the same idempotency key had made the task.
     """
 
-    __slots__ = ("existed",)
-    existed: bool
+    __slots__ = ()
+    # For all of them: an id is made for every task of a bulk submit, and to set three attributes takes half of that.
+    is_safe = SafeUUID.unknown  # type: ignore[misc]  # typeshed calls it final; it stays what it was
+    existed: bool = False
+
+    def __new__(cls, value: UUID | int | str, *, existed: bool = False) -> TaskId:  # noqa: PYI034 - one of two
+        return _make(value if isinstance(value, int) else UUID(str(value)).int, _EarlierTaskId if existed else TaskId)
 
     def __init__(self, value: UUID | int | str, *, existed: bool = False) -> None:
-        # As UUID's own, which a third of a bulk submit's time would go into.
-        _set(self, "int", value if isinstance(value, int) else UUID(str(value)).int)
-        _set(self, "is_safe", SafeUUID.unknown)
-        _set(self, "existed", existed)
+        """Made already."""
+
+    def __repr__(self) -> str:
+        return f"TaskId({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (self.int, self.existed)
+
+
+class _EarlierTaskId(TaskId):
+    __slots__ = ()
+    existed = True
+
+
+def _make(value: int, kind: type[TaskId] = TaskId) -> TaskId:
+    made = object.__new__(kind)
+    _set_int(made, value)  # a UUID forbids its own
+    return made
 
 
 def _restore(value: int, existed: bool) -> TaskId:
@@ -73,7 +89,7 @@ class IdSource:
 
 def _compose(millisecond: int, counter: int, chance: int) -> TaskId:
     upper, lower = counter >> 30, counter & 0x3FFFFFFF
-    return TaskId(millisecond << 80 | 0x7 << 76 | upper << 64 | 0b10 << 62 | lower << 32 | chance)
+    return _make(millisecond << 80 | 0x7 << 76 | upper << 64 | 0b10 << 62 | lower << 32 | chance)
 
 
 new_id = IdSource()

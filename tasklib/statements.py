@@ -68,13 +68,19 @@ class Statements:
             return Statement(batch.sql, batch.parameters, lambda rows: batch.read(rows).get(task.id.int, task.id))
         self._check_size(task)
         terms = task.terms
+
+        def read(rows: list[Row]) -> TaskId:
+            return _read_id(task, rows[0][0], existed=rows[0][1])
+
+        if task.args == "{}" and terms.is_plain(self._defaults):
+            return Statement(self._sql["submit_plain"], (task.id, task.name, task.kwargs, terms.queue), read)
         parameters = (
             task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
             terms.scheduled_at, terms.expires_at,
             terms.value("max_retries", self._defaults), terms.value("timeout_seconds", self._defaults),
             terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
         )  # fmt: skip
-        return Statement(self._sql["submit"], parameters, lambda rows: _read_id(task, rows[0][0], existed=rows[0][1]))
+        return Statement(self._sql["submit"], parameters, read)
 
     def submit_many(self, tasks: Iterable[NewTask]) -> list[Statement[dict[int, TaskId]]]:
         """One statement a batch, all in the order of the keys, so that two overlapping submits cannot deadlock. It

@@ -47,6 +47,14 @@ class Terms:
         said = getattr(self, option)
         return defaults.get(option) if said is None else said
 
+    def is_plain(self, defaults: Mapping[str, Any]) -> bool:
+        """It says nothing but its queue."""
+        return self.tags == "{}" and all(
+            self.value(option, defaults) == sql_default
+            for option, sql_default in _SQL_DEFAULTS.items()
+            if option != "queue"
+        )
+
     def to_json(self, defaults: Mapping[str, Any]) -> str:
         """As members of one element of what tasklib.submit_many takes; what equals its own default is left out."""
         tags = "" if self.tags == "{}" else f',"tags":{self.tags}'

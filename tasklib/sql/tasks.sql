@@ -13,6 +13,12 @@ from tasklib.submit(
     tags => $12::text::jsonb, idempotency_key => $13::text, store_result => $14::boolean, on_crash => $15::text);
 
 
+-- The same for a task that says nothing out of the ordinary: eleven parameters less to send, for most submits there are.
+-- name: submit_plain
+select id, existed
+from tasklib.submit(id => $1::uuid, name => $2::text, kwargs => $3::text::jsonb, queue => $4::text);
+
+
 -- Only what existed comes back: the ids of the others are known to who made them.
 -- name: submit_many
 select ordinal, id

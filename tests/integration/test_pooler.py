@@ -107,7 +107,7 @@ def test_a_pooler_is_known_by_the_process_id_that_it_makes_up(config: tasklib.Co
 
 async def pooled_async(config: tasklib.Config) -> tuple[bool, bool]:
     database = Database(config)
-    pool = await database._pools().async_pool()
+    pool = (await database._pools().loop_pool()).pool
     async with pool.connection() as conn:
         found = conn.is_pooled, conn.prepare_threshold is None
     await database.close_async()
