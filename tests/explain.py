@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Node = dict[str, Any]
 EVERYTHING = "everything"  # what a sequential scan reads
+PLACE = "ctid"  # rows whose place in the table is known
 
 
 class Plan:
@@ -138,6 +139,8 @@ def _indexes(scan: Node) -> set[str]:
     """A bitmap scan has its indexes below it; other children are subqueries, with indexes of other tables."""
     if "Index Name" in scan:
         return {scan["Index Name"]}
+    if scan["Node Type"] == "Tid Scan":
+        return {PLACE}
     bitmaps = [child for child in scan.get("Plans", ()) if child["Node Type"].startswith("Bitmap")]
     return {name for bitmap in bitmaps for name in _indexes(bitmap)} or {EVERYTHING}
 

@@ -15,12 +15,13 @@ where claim.worker_id = $1::text;
 
 
 -- For tasks that are still held when half of their lock has passed. A row that somebody else has locked holds up no other.
+-- By ctid, so that each is looked up once; one that has just been changed has another by now, and is extended next time.
 -- name: extend
 with extended as (
     update tasklib.tasks
        set locked_until = clock_timestamp() + $3::double precision * interval '1 second'
-     where id = any(array(
-         select id from tasklib.tasks
+     where ctid = any(array(
+         select ctid from tasklib.tasks
           where id = any($2::uuid[]) and worker_id = $1::text and state in ('claimed', 'running')
           for update skip locked))
     returning id, locked_until

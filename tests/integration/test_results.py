@@ -135,10 +135,10 @@ def test_a_function_that_says_nothing_gives_json(app: None, worker: Any) -> None
     """Also one whose type means nothing here."""
 
     @tasklib.task
-    def bare():  # type: ignore[no-untyped-def]  # noqa: ANN202 - the point
+    def says_nothing():  # type: ignore[no-untyped-def]  # noqa: ANN202 - the point
         return {"a": (1, 2)}
 
-    assert bare.submit_handle_sync().result_sync(20) == {"a": [1, 2]}
+    assert says_nothing.submit_handle_sync().result_sync(20) == {"a": [1, 2]}
 
 
 def test_a_result_that_is_not_kept_is_none(app: None, worker: Any) -> None:
