@@ -276,7 +276,7 @@ class _LoopPool:
         finally:
             self._is_open = False
             if self._spare is not None:
-                await self.pool.putconn(self._spare)
+                await self._spare.close()  # the pool would take it back in the background, and forget it
             await self.pool.close()
 
 

@@ -86,6 +86,20 @@ async def test_a_lost_answer_is_asked_for_again_async(database_url: str, conn: C
     assert count_tasks(conn) == 2
 
 
+def test_a_loop_that_ends_leaves_no_connection(config: tasklib.Config, conn: Conn, task: Any) -> None:
+    """Also if nobody says so: neither in the pool nor kept at hand."""
+    client = tasklib.AsyncClient(config)
+    opened = "select from pg_stat_activity where application_name = 'tasklib' and datname = current_database()"
+
+    async def submit() -> None:
+        await asyncio.gather(*(client.submit(task.new(n)) for n in range(5)))
+        assert conn.execute(opened).fetchone() is not None
+
+    for _ in range(2):
+        asyncio.run(submit())
+        wait_until(lambda: conn.execute(opened).fetchone() is None, "all to be closed")
+
+
 def test_a_pool_of_dead_connections_costs_no_time(config: tasklib.Config, conn: Conn, task: Any) -> None:
     """After a restart every idle connection is dead; the next call goes through them without waiting."""
     with tasklib.Client(config) as client, ThreadPoolExecutor(10) as pool:
