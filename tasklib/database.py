@@ -8,6 +8,7 @@ answered by doing it again until the deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -228,7 +229,7 @@ class _LoopPool:
             conninfo,
             connection_class=WatchedConnection,
             kwargs={"autocommit": True},
-            configure=meet_async,
+            configure=self._meet,
             min_size=0,
             max_size=size,
             open=False,
@@ -239,6 +240,7 @@ class _LoopPool:
         self._is_open = False
         self._spare: WatchedConnection | None = None  # taken from the pool, and kept for who asks next
         self._out = 0  # taken, and not given back
+        self._made: weakref.WeakSet[WatchedConnection] = weakref.WeakSet()
 
     async def opened(self) -> None:
         if self._is_open:
@@ -247,6 +249,10 @@ class _LoopPool:
             if not self._is_open:
                 await anext(self._lifetime)
                 self._is_open = True
+
+    async def _meet(self, conn: WatchedConnection) -> None:
+        await meet_async(conn)
+        self._made.add(conn)
 
     async def take(self, seconds: float) -> WatchedConnection:
         spare, self._spare = self._spare, None
@@ -275,9 +281,11 @@ class _LoopPool:
             yield
         finally:
             self._is_open = False
-            if self._spare is not None:
-                await self._spare.close()  # the pool would take it back in the background, and forget it
-            await self.pool.close()
+            # The end of a loop has cancelled the pool's own tasks by now: then it forgets what it holds.
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.pool.close()
+            for conn in self._made:
+                conn.pgconn.finish()
 
 
 def _close_this_process(processes: dict[int, _ProcessPools]) -> None:

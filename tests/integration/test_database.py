@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -401,10 +402,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_pools_belong_to_a_process_and_a_loop(database_url: str, tmp_path: Path, script: str) -> None:
-    """Preforking servers, several asyncio.run, pytest-asyncio: no inherited socket, no warning, nothing left open."""
+def test_pools_belong_to_a_process_and_a_loop(new_database: NewDatabase, tmp_path: Path, script: str) -> None:
+    """Preforking servers, several asyncio.run, pytest-asyncio: no inherited socket, no warning, nothing left open. In a
+    database of its own: what a test before this has abandoned may still be committed.
+    """
     (tmp_path / "script.py").write_text(SCRIPT_HEAD + script)
-    command = [sys.executable, "-W", "error", "script.py", database_url]
+    command = [sys.executable, "-W", "error", "script.py", new_database()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
