@@ -18,7 +18,7 @@ from uuid import UUID
 
 import psycopg
 
-from tasklib.connection import BoundedConnection, is_connection_lost, prepare_connection, send, translate
+from tasklib.connection import BoundedConnection, is_connection_lost, meet, send, translate
 from tasklib.errors import DatabaseUnavailable, TaskNotFound
 from tasklib.log import log
 
@@ -191,20 +191,17 @@ class _Room:
     def _connect(self) -> BoundedConnection:
         conn = BoundedConnection.connect(self._conninfo, autocommit=True)
         conn.deadline = time.monotonic() + self._timeout_seconds
-        prepare_connection(conn)
+        meet(conn)
         return conn
 
     def _listen(self, conn: BoundedConnection) -> None:
         """Whoever finishes a task sees by the lock that somebody waits. Behind a pooler, where the connection is not
         ours alone, it would never be given back.
         """
-        backend = conn.execute("select pg_backend_pid()").fetchone()
-        self._is_heard = backend is not None and backend[0] == conn.info.backend_pid
+        self._is_heard = not conn.is_pooled
         if self._is_heard:
             conn.execute("listen task_done")
             send(conn, [self._statements.say_that_somebody_waits()])
-        else:
-            conn.prepare_threshold = None
         # What was being committed before the lock was held has told nobody: look again soon.
         self._pause, self._look_at = FIRST_LOOK_SECONDS, 0.0
 
