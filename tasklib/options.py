@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tasklib.retry import Backoff
 
 OnCrash = Literal["retry", "fail"]
+Isolation = Literal["worker", "process"]
 DEFAULT_QUEUE = "default"
 MAX_TAG_BYTES = 16 * 1024
 FIRST_MOMENT = datetime(1, 1, 2, tzinfo=UTC)
@@ -60,6 +61,8 @@ class TaskOptions:
     on_crash: OnCrash = "retry"
     backoff: Backoff | None = None
     error_codes: Mapping[type[BaseException], str] = field(default_factory=dict)
+    isolation: Isolation = "worker"  # "process": each execution has a process of its own
+    memory_limit_mb: int | None = None  # of that process
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in RESERVED_PARAMETERS & set(self.__slots__)}
@@ -70,6 +73,7 @@ class TaskOptions:
         _check_exception_types("retry_on", self.retry_on or ())
         _check_exception_types("no_retry_on", self.no_retry_on or ())
         _check_error_codes(self.error_codes)
+        _check_isolation(self.isolation, self.memory_limit_mb)
         if self.backoff is not None and not callable(self.backoff):
             raise InvalidOptions(
                 f"backoff takes tasklib.Exponential(...), Linear(...), Fixed(...) or a function of the number of the "
@@ -168,6 +172,18 @@ def _check_error_codes(codes: Any) -> None:
     _check_exception_types("error_codes", tuple(codes))
     for code in codes.values():
         check_error_code(code)
+
+
+def _check_isolation(isolation: Any, memory_limit_mb: Any) -> None:
+    if isolation not in ("worker", "process"):
+        raise InvalidOptions(f'isolation must be "worker" or "process", got {isolation!r}')
+    if memory_limit_mb is None:
+        return
+    if isolation != "process":
+        raise InvalidOptions(
+            'memory_limit_mb needs isolation="process": a worker\'s memory is shared by all that it executes'
+        )
+    check_whole("memory_limit_mb", 1)(memory_limit_mb)
 
 
 def check_error_code(code: Any) -> str:

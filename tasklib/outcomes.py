@@ -130,10 +130,11 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """Its worker's lease ran out, or its own lock passed, under it."""
+    """Its worker died, or its own process did (`alone`), or its lock passed, under it."""
 
     reason: str
     worker_is_alive: bool = False
+    alone: bool = False  # it has begun, and nothing else can be guilty
 
 
 Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
@@ -219,8 +220,8 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
         case Expired():
             text = f"Expired: not started before {task.expires_at}"
             return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
-        case Crashed(reason, worker_is_alive):
-            return _crashed(task, reason, now, rules, worker_is_alive=worker_is_alive)
+        case Crashed():
+            return _crashed(task, outcome, now, rules)
     assert_never(outcome)
 
 
@@ -246,7 +247,7 @@ def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
     """Whatever it did after it was asked to stop, short of completing."""
     match outcome:
         case Crashed():
-            began = task.state == State.RUNNING
+            began = outcome.alone or task.state == State.RUNNING
         case Expired():
             began = False
         case _:
@@ -263,32 +264,33 @@ def _interrupted(task: HeldTask, *, began: bool, ran: bool) -> Settlement:
     return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
 
 
-def _crashed(task: HeldTask, reason: str, now: datetime, rules: Rules, *, worker_is_alive: bool) -> Settlement:
+def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Settlement:
     """Who is guilty? What was executing is a suspect, and runs alone the next time; only a death while alone, or being
     held past its time, is a strike. What may never have begun is not an attempt. It becomes a suspect at the second
     death: a worker holds hundreds of tasks that it has not begun, and to run all of them alone would take longer than
-    the crash.
+    the crash. What died alone, in a process of its own, is guilty, and needs no empty worker the next time.
 
     A task with on_crash="fail" is marked as running before its first line: if it is not, it had not begun.
     """
-    if task.state != State.RUNNING and task.on_crash == "fail":
+    reason, began = crash.reason, crash.alone or task.state == State.RUNNING
+    if not began and task.on_crash == "fail":
         return Settlement(State.PENDING, suspect=task.suspect)
-    is_strike = (task.state == State.RUNNING and task.suspect) or _is_held_too_long(task, now, rules)
-    crash = Settlement(
+    is_strike = crash.alone or (began and task.suspect) or _is_held_too_long(task, now, rules)
+    settlement = Settlement(
         State.PENDING,
-        None if task.state != State.RUNNING else "LEASE_LOST" if worker_is_alive else "WORKER_FAILURE",
+        None if not began else "LEASE_LOST" if crash.worker_is_alive else "WORKER_FAILURE",
         problem=Problem("WORKER_CRASHED", reason, f"WorkerCrashed: {reason}"),
         failed_reason=reason,
         is_crash=True,
         is_strike=is_strike,
-        suspect=task.state == State.RUNNING or task.suspect or task.crash_count > 0,
+        suspect=not crash.alone and (began or task.suspect or task.crash_count > 0),
     )
     if task.on_crash == "fail":
-        return crash._replace(state=State.FAILED)
+        return settlement._replace(state=State.FAILED)
     if is_strike and task.strikes + 1 >= rules.bury_after:
         buried = Problem("BURIED", reason, f"Buried: {reason}; strike {task.strikes + 1} of {rules.bury_after}")
-        return crash._replace(state=State.BURIED, problem=buried)
-    return crash
+        return settlement._replace(state=State.BURIED, problem=buried)
+    return settlement
 
 
 def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:

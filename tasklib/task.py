@@ -11,7 +11,7 @@ from tasklib.arguments import ArgumentSchema
 from tasklib.errors import InvalidOptions, InvalidTaskDefinition
 from tasklib.handles import Handle, result_adapter
 from tasklib.names import check_task_name
-from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, TaskOptions
+from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, Isolation, OnCrash, SubmitOptions, TaskOptions
 from tasklib.registry import default_registry
 from tasklib.submission import NewTask, new_task, terms_of
 
@@ -172,6 +172,8 @@ def task(
     on_crash: OnCrash = "retry",
     backoff: Backoff | None = None,
     error_codes: Mapping[type[BaseException], str] = ...,
+    isolation: Isolation = "worker",
+    memory_limit_mb: int | None = None,
 ) -> Callable[[Callable[P, R]], TaskFunction[P, R]]: ...
 
 

@@ -75,6 +75,7 @@ CLAIMED = HeldTask(
 RUNNING = replace(CLAIMED, state="running", attempt=1, started_at=NOW - timedelta(seconds=1))
 DIED = Crashed("its worker died")
 LOCK_PASSED = Crashed("its lock passed", worker_is_alive=True)
+DIED_ALONE = Crashed("its process was killed by SIGSEGV", alone=True)
 
 
 def after(seconds: float) -> datetime:
@@ -270,6 +271,29 @@ def test_the_number_of_strikes_is_a_setting(bury_after: int, strikes: int, state
     assert decide(task, DIED, NOW, Rules(bury_after=bury_after)).state == state
 
 
+@pytest.mark.parametrize("task", [CLAIMED, RUNNING, replace(RUNNING, suspect=True)])
+def test_what_dies_in_a_process_of_its_own_is_guilty_from_the_first_time_on(task: HeldTask) -> None:
+    """Nobody else can have done it: each death is an attempt and a strike, whether it was marked as running or not. It
+    costs no retry, and no worker has to be empty for its next run.
+    """
+    deaths = 1
+    while (settlement := decide(task, DIED_ALONE, NOW, RULES)).state == State.PENDING:
+        assert (settlement.outcome, settlement.due_at) == ("WORKER_FAILURE", None)
+        assert (settlement.is_crash, settlement.is_strike, settlement.is_retry) == (True, True, False)
+        assert not settlement.suspect
+        task = replace(task, suspect=settlement.suspect, strikes=task.strikes + 1)
+        deaths += 1
+    assert (settlement.state, deaths) == (State.BURIED, 3)
+    assert settlement.problem is not None
+    assert settlement.problem.text.startswith("Buried: its process was killed by SIGSEGV")
+
+
+def test_what_dies_in_a_process_of_its_own_and_must_not_run_twice_fails() -> None:
+    """Also if nobody had marked it as running yet: that process was made to run it."""
+    settlement = decide(replace(CLAIMED, on_crash="fail"), DIED_ALONE, NOW, RULES)
+    assert (settlement.state, settlement.outcome) == (State.FAILED, "WORKER_FAILURE")
+
+
 def test_random_kills_never_bury_an_innocent_task() -> None:
     """It never runs alone to its death: after each crash it comes to some other end."""
     task = RUNNING
@@ -349,6 +373,7 @@ ASKED = replace(RUNNING, cancel_asked_at=NOW)
         (Expired(), None),
         (DIED, "CANCELLED"),
         (LOCK_PASSED, "CANCELLED"),
+        (DIED_ALONE, "CANCELLED"),
     ],
 )
 def test_a_task_that_was_asked_to_stop_is_cancelled_however_it_ends(outcome: Outcome, word: str | None) -> None:
@@ -406,7 +431,7 @@ outcomes = st.one_of(
     st.builds(Cancelled, problems, st.booleans()),
     st.builds(Interrupted, st.booleans()),
     st.just(Expired()),
-    st.builds(Crashed, st.text(), st.booleans()),
+    st.builds(Crashed, st.text(), st.booleans(), st.booleans()),
 )
 backoffs = st.one_of(
     st.builds(Exponential, jitter=st.floats(0, 1)),
@@ -475,7 +500,10 @@ def test_every_decision_counts_what_happened_and_nothing_else(
     """An attempt if and only if it began; crashes and strikes only by a crash; retries only by a failure."""
     settlement = decide(task, outcome, now, rules)
     is_crash = isinstance(outcome, Crashed)
-    began = task.state == "running" if is_crash else getattr(outcome, "began", not isinstance(outcome, Expired))
+    if isinstance(outcome, Crashed):
+        began = outcome.alone or task.state == "running"
+    else:
+        began = getattr(outcome, "began", not isinstance(outcome, Expired))
     assert settlement.began == (settlement.outcome is not None) == began
     assert is_crash or not (settlement.is_crash or settlement.is_strike)
     assert not settlement.is_retry or isinstance(outcome, Failed | TimedOut)

@@ -152,12 +152,30 @@ def test_a_parameter_may_be_called_func() -> None:
         ({"queue": None}, "queue=None"),
         ({"name": ""}, "task's name"),
         ({"name": 5}, "task's name"),
+        ({"isolation": "thread"}, 'isolation must be "worker" or "process"'),
+        ({"isolation": None}, "isolation must be"),
+        ({"isolation": ["process"]}, "isolation must be"),
+        ({"memory_limit_mb": 512}, 'memory_limit_mb needs isolation="process"'),
+        ({"isolation": "process", "memory_limit_mb": 0}, "memory_limit_mb must be a whole number"),
+        ({"isolation": "process", "memory_limit_mb": 1.5}, "memory_limit_mb must be a whole number"),
+        ({"isolation": "process", "memory_limit_mb": True}, "memory_limit_mb must be a whole number"),
     ],
 )
 def test_a_wrong_decorator_option_is_named(options: dict[str, Any], said: str) -> None:
     """At import, where the mistake is."""
     with pytest.raises((tasklib.InvalidTaskDefinition, tasklib.InvalidOptions), match=said):
         tasklib.task(**options)(lambda: None)
+
+
+def test_a_task_says_where_it_runs() -> None:
+    """In its worker, unless it asks for a process of its own, with or without a limit to its memory."""
+
+    @tasklib.task(isolation="process", memory_limit_mb=512)
+    def resize() -> None: ...
+
+    assert (resize.task_options.isolation, resize.task_options.memory_limit_mb) == ("process", 512)
+    assert (at_module_level.task_options.isolation, at_module_level.task_options.memory_limit_mb) == ("worker", None)
+    assert tasklib.task(name="alone", isolation="process")(lambda: None).task_options.memory_limit_mb is None
 
 
 def test_a_lambda_needs_a_name() -> None:
