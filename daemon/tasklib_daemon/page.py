@@ -1,0 +1,288 @@
+"""The page: what a worker shows its supervisor, in memory that both see.
+
+It is made anew for each spawn, before the fork, and it outlives the worker: after a death it still tells what was
+executing. The worker writes it through a Witness; the supervisor reads it at any time. A slot's fields are written
+first, then its state; the state is cleared first. So a slot that says "executing" tells the truth, whenever the worker
+died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from uuid import UUID
+
+from tasklib.worker.witness import Witness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tasklib.worker.execution import Execution
+
+SPARE_SLOTS = 4096  # for what has ended and is not yet written
+BACKENDS = 32
+WORKER_ID_BYTES = 255
+
+BOOTING, BOOTED, READY = 0, 1, 2  # booted: the application is imported; ready: registered, and claiming
+SERVE, DRAIN, HURRY = 0, 1, 2  # what the supervisor asks for; a signal says only: look
+FREE, EXECUTING, DONE = 0, 1, 2  # a slot's state; done, but its outcome is not yet committed
+
+Phase = Literal[0, 1, 2]
+Wish = Literal[0, 1, 2]
+
+_PHASE, _WISH, _CONNECTED = 0, 1, 2
+_BEACON, _ENDED, _WAITING = 8, 16, 24
+_PIDS = 32
+_NAME = _PIDS + 4 * BACKENDS  # its length, then its bytes
+_HEADER_BYTES = 512
+_DOUBLE, _COUNT, _LENGTH = struct.Struct("=d"), struct.Struct("=Q"), struct.Struct("=H")
+_PID_LIST = struct.Struct(f"={BACKENDS}i")
+_SLOT = struct.Struct("=16sqddB7x")  # task id, token, started, must end by, whether a cancel is why
+_LIMIT, _LIMIT_AT = struct.Struct("=dB"), 32  # the last two of them
+_TAKEN = re.compile(rb"[^\0]")
+
+
+@dataclass(frozen=True, slots=True)
+class PageSlot:
+    """One task in the worker's hands. Times are monotonic, which is one clock for all processes of a host."""
+
+    task_id: UUID
+    token: int
+    started: float
+    must_end_by: float  # inf: no limit
+    is_cancelled: bool  # the limit is there because of a cancel
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    worker_id: str  # "": it has no name yet
+    phase: Phase
+    beacon: float  # monotonic: the last round of the claim loop
+    is_connected: bool  # the claim loop has its connection
+    ended: int  # tasks since its birth
+    waiting: int
+    backends: tuple[int, ...]
+    executing: tuple[PageSlot, ...]
+    done: tuple[PageSlot, ...]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase == READY
+
+
+class Page:
+    """Anonymous shared memory. `name` is what /proc tells about it: the guardian knows by it who belongs to us."""
+
+    def __init__(self, slots: int, *, name: str = "tasklibd") -> None:
+        self.slots = slots
+        self._records = _HEADER_BYTES + (slots + 7) // 8 * 8
+        self._memory = _shared(self._records + slots * _SLOT.size, name)
+
+    def close(self) -> None:
+        """Unmaps it, here; who else has mapped it keeps it."""
+        self._memory.close()
+
+    # --- the supervisor's side ---
+
+    def read(self) -> PageView:
+        memory = self._memory
+        slots = [self._read_slot(found.start()) for found in _TAKEN.finditer(self._states())]
+        length = min(_LENGTH.unpack_from(memory, _NAME)[0], WORKER_ID_BYTES)
+        return PageView(
+            worker_id=memory[_NAME + 2 : _NAME + 2 + length].decode(errors="replace"),
+            phase=_phase(memory[_PHASE]),
+            beacon=_DOUBLE.unpack_from(memory, _BEACON)[0],
+            is_connected=bool(memory[_CONNECTED]),
+            ended=_COUNT.unpack_from(memory, _ENDED)[0],
+            waiting=_COUNT.unpack_from(memory, _WAITING)[0],
+            backends=tuple(pid for pid in _PID_LIST.unpack_from(memory, _PIDS) if pid > 0),
+            executing=tuple(slot for state, slot in slots if slot is not None and state == EXECUTING),
+            done=tuple(slot for state, slot in slots if slot is not None and state == DONE),
+        )
+
+    def ask(self, wish: Wish) -> None:
+        self._memory[_WISH] = wish
+
+    # --- the worker's side ---
+
+    def asked(self) -> int:
+        return self._memory[_WISH]
+
+    def set_phase(self, phase: Phase) -> None:
+        self._memory[_PHASE] = phase
+
+    def beat(self) -> None:
+        _DOUBLE.pack_into(self._memory, _BEACON, time.monotonic())
+
+    def witness(self) -> PageWitness:
+        return PageWitness(self)
+
+    def name(self, worker_id: str) -> None:
+        encoded = worker_id.encode()[:WORKER_ID_BYTES]
+        _LENGTH.pack_into(self._memory, _NAME, 0)
+        self._memory[_NAME + 2 : _NAME + 2 + len(encoded)] = encoded
+        _LENGTH.pack_into(self._memory, _NAME, len(encoded))
+
+    def count_ended(self, ended: int) -> None:
+        _COUNT.pack_into(self._memory, _ENDED, ended)
+
+    def count_waiting(self, waiting: int) -> None:
+        _COUNT.pack_into(self._memory, _WAITING, waiting)
+
+    def show_backends(self, pids: Iterable[int], *, is_connected: bool) -> None:
+        shown = [pid for pid in pids if pid > 0][:BACKENDS]
+        _PID_LIST.pack_into(self._memory, _PIDS, *shown, *[0] * (BACKENDS - len(shown)))
+        self._memory[_CONNECTED] = is_connected
+
+    def fill(self, index: int, execution: Execution) -> None:
+        task = execution.task
+        _SLOT.pack_into(
+            self._memory, self._records + index * _SLOT.size,
+            task.id.bytes, task.fencing_token, execution.started, execution.must_end_by, 0,
+        )  # fmt: skip
+        self._memory[_HEADER_BYTES + index] = EXECUTING
+
+    def limit(self, index: int, must_end_by: float, *, is_cancelled: bool) -> None:
+        """In place: it goes on executing, whatever happens meanwhile."""
+        _LIMIT.pack_into(self._memory, self._records + index * _SLOT.size + _LIMIT_AT, must_end_by, is_cancelled)
+
+    def set_state(self, index: int, state: int) -> None:
+        self._memory[_HEADER_BYTES + index] = state
+
+    # --- inside ---
+
+    def _states(self) -> bytes:
+        return self._memory[_HEADER_BYTES : _HEADER_BYTES + self.slots]
+
+    def _read_slot(self, index: int) -> tuple[int, PageSlot | None]:
+        """Read until it stands still: a live worker may be writing it."""
+        seen = None
+        while True:
+            state, record = self._memory[_HEADER_BYTES + index], self._record(index)
+            if state == FREE:
+                return FREE, None
+            if (state, record) == seen:
+                task_id, token, started, must_end_by, is_cancelled = _SLOT.unpack(record)
+                return state, PageSlot(UUID(bytes=task_id), token, started, must_end_by, bool(is_cancelled))
+            seen = (state, record)
+
+    def _record(self, index: int) -> bytes:
+        start = self._records + index * _SLOT.size
+        return self._memory[start : start + _SLOT.size]
+
+
+class PageWitness(Witness):
+    """Writes the page. Slots are taken from the low end, and given back when the outcome is committed."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._lock = threading.Lock()
+        self._free = deque(range(page.slots))
+        self._taken: dict[Execution, int] = {}
+        self._done: dict[Execution, int] = {}  # those of the taken whose function has ended, the oldest first
+        self._ended = 0
+        self._backends: dict[str, int] = {}
+        self._is_ours = True
+        os.register_at_fork(after_in_child=self._disown)
+
+    def _disown(self) -> None:
+        """A process that a task forks off goes on with a copy of us, and must write nothing."""
+        self._is_ours = False
+
+    def named(self, worker_id: str) -> None:
+        if self._is_ours:
+            self._page.name(worker_id)
+
+    def beat(self) -> None:
+        if self._is_ours:
+            self._page.beat()
+
+    def counts(self, waiting: int, executing: int) -> None:  # noqa: ARG002 - the slots tell it
+        if self._is_ours:
+            self._page.count_waiting(waiting)
+
+    def began(self, execution: Execution) -> None:
+        if not self._is_ours:
+            return
+        with self._lock:
+            if not self._free:
+                self._make_room()
+            if self._free:
+                index = self._taken[execution] = self._free.popleft()
+                self._page.fill(index, execution)
+
+    def ended(self, execution: Execution) -> None:
+        if not self._is_ours:
+            return
+        with self._lock:
+            index = self._taken.get(execution)
+            if index is not None:
+                self._page.set_state(index, DONE)
+                self._done[execution] = index
+                self._ended += 1
+                self._page.count_ended(self._ended)
+
+    def settled(self, executions: Iterable[Execution]) -> None:
+        if not self._is_ours:
+            return
+        with self._lock:
+            for each in executions:
+                self._let_go(each)
+
+    def must_end_by(self, execution: Execution, moment: float) -> None:
+        if not self._is_ours:
+            return
+        with self._lock:
+            index = self._taken.get(execution)
+            if index is not None and execution not in self._done:
+                is_cancelled = execution.task.cancel_asked_at is not None
+                self._page.limit(index, moment, is_cancelled=is_cancelled)
+
+    def connected(self, role: str, backend_pid: int) -> None:
+        with self._lock:
+            self._backends[role] = backend_pid
+            self._show_backends()
+
+    def disconnected(self, role: str) -> None:
+        with self._lock:
+            self._backends.pop(role, None)
+            self._show_backends()
+
+    def _show_backends(self) -> None:
+        if self._is_ours:
+            self._page.show_backends(self._backends.values(), is_connected="claim" in self._backends)
+
+    def _let_go(self, execution: Execution) -> None:
+        index = self._taken.pop(execution, None)
+        if index is not None:
+            self._done.pop(execution, None)
+            self._page.set_state(index, FREE)
+            self._free.appendleft(index)
+
+    def _make_room(self) -> None:
+        """The oldest that has ended: after a crash it is like one in the buffer, runs again, and nobody is charged."""
+        oldest = next(iter(self._done), None)
+        if oldest is not None:
+            self._let_go(oldest)
+
+
+def _shared(size: int, name: str) -> mmap.mmap:
+    if not hasattr(os, "memfd_create"):
+        return mmap.mmap(-1, size)
+    fd = os.memfd_create(name)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)  # the memory stays as long as somebody has mapped it
+        os.ftruncate(fd, size)
+        return mmap.mmap(fd, size)
+
+
+def _phase(byte: int) -> Phase:
+    return BOOTED if byte == BOOTED else READY if byte == READY else BOOTING
