@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from tasklib.worker.execution import Execution
 
@@ -47,6 +47,7 @@ class Buffer:
         self._unsettled: dict[Execution, None] = {}
         self._claims: dict[int, set[Execution]] = {}
         self._is_open = True
+        self._may_take = True  # open, and not paused
         self._idle_threads = 0
         self._average_seconds: float | None = None
         self._refill_at = 0
@@ -55,13 +56,14 @@ class Buffer:
         # There is something to take, for threads (False) or coroutines (True).
         self.on_work: dict[bool, Callable[[], None]] = {False: lambda: None, True: lambda: None}
         self.on_free: Callable[[], None] = lambda: None  # a careful one may be able to start
+        self.on_settled: Callable[[Collection[Execution]], None] = lambda _: None
 
     # --- the claimer's side ---
 
     def room(self, fixed: int | None) -> int:
         """How many more to claim. Not before half of what is held ahead is used up: claims are cheaper in batches."""
         with self._lock:
-            if not self._is_open or self._suspect_is_next() or self._suspect_executes():
+            if not self._may_take or self._suspect_is_next() or self._suspect_executes():
                 return 0  # what would come has to wait
             held = len(self._executing) + self._waiting_count()
             if self._is_stuck:
@@ -73,7 +75,7 @@ class Buffer:
             return max(most - held, 0) if self._is_short() else 0
 
     def add(self, executions: Iterable[Execution]) -> list[Execution]:
-        """Those that came too late, because the worker stops, are handed back."""
+        """Those that came too late, because the worker stops or pauses, are handed back."""
         kinds = set()
         with self._lock:
             for each in executions:
@@ -85,7 +87,7 @@ class Buffer:
                     self._waiting[each.is_coroutine].append(each)
                     kinds.add(each.is_coroutine)
             self._last_take = time.monotonic()
-            late = [] if self._is_open else self._pop_waiting()
+            late = [] if self._may_take else self._pop_waiting()
             if False in kinds:
                 self._changed.notify_all()
         for is_coroutine in kinds:
@@ -95,7 +97,7 @@ class Buffer:
     def next_careful(self) -> Execution | None:
         """The next one that has to be marked before it starts, if it may start now. Its slot is taken from here on."""
         with self._lock:
-            if not self._careful or not self._is_open or not self._may_start():
+            if not self._careful or not self._may_take or not self._may_start():
                 return None
             limit = 1 if self._careful[0].task.suspect else self.concurrency
             if len(self._executing) >= limit or self._suspect_executes():
@@ -105,12 +107,15 @@ class Buffer:
             self._last_take = time.monotonic()
             return first
 
-    def admit(self, execution: Execution) -> None:
-        """It is marked: the next free runner takes it, in the slot that it has."""
+    def admit(self, execution: Execution) -> bool:
+        """It is marked: the next free runner takes it, in the slot that it has. False: the worker stops or pauses."""
         with self._lock:
+            if not self._may_take:
+                return False
             self._admitted[execution.is_coroutine].append(execution)
             self._changed.notify_all()
         self.on_work[execution.is_coroutine]()
+        return True
 
     def hoarded(self) -> list[Execution]:
         """What should go back: it waits behind slots that do not get free, or behind a task that wants to be alone."""
@@ -185,7 +190,7 @@ class Buffer:
             touched = {each.claimed.claim_id for each in executions if each in self._unsettled}
             return [claim for claim in touched if self._claims[claim] <= executions]
 
-    def settled(self, executions: Iterable[Execution]) -> None:
+    def settled(self, executions: Collection[Execution]) -> None:
         """Committed, or lost: no longer ours."""
         with self._lock:
             for each in executions:
@@ -196,6 +201,7 @@ class Buffer:
                 rest.discard(each)
                 if not rest:
                     del self._claims[each.claimed.claim_id]
+        self.on_settled(executions)
 
     def remove_waiting(self, executions: Iterable[Execution]) -> list[Execution]:
         """Those of them that have not started."""
@@ -209,9 +215,19 @@ class Buffer:
     def close(self) -> list[Execution]:
         """Nothing starts from now on. What had not started is handed back."""
         with self._lock:
-            self._is_open = False
+            self._is_open = self._may_take = False
             self._changed.notify_all()
             return self._pop_waiting()
+
+    def pause(self) -> list[Execution]:
+        """Nothing starts until it is resumed. What had not started is handed back; what executes goes on."""
+        with self._lock:
+            self._may_take = False
+            return self._pop_waiting()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._may_take = self._is_open
 
     def poke(self) -> None:
         """What kept tasks from starting may be over."""
@@ -222,6 +238,11 @@ class Buffer:
     def has_careful(self) -> bool:
         with self._lock:
             return bool(self._careful)
+
+    def counts(self) -> tuple[int, int]:
+        """How many wait, and how many execute."""
+        with self._lock:
+            return self._waiting_count(), len(self._executing)
 
     def is_idle(self) -> bool:
         with self._lock:
@@ -246,7 +267,7 @@ class Buffer:
         return after
 
     def _take(self, is_coroutine: bool) -> Execution | None:
-        if not self._is_open or not self._may_start():
+        if not self._may_take or not self._may_start():
             return None
         if self._admitted[is_coroutine]:
             return self._admitted[is_coroutine].popleft()

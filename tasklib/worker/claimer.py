@@ -117,6 +117,7 @@ class Claimer:
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
         self.claimed = 0  # in all; grows when they are in the buffer
+        self.on_ready: Callable[[], None] = lambda: None  # what is held was compared: tasks may start
 
     def ring(self) -> None:
         """Somebody says that there is work. A hint, never the truth."""
@@ -239,7 +240,8 @@ class Claimer:
                 self._report(execution, Interrupted(began=True, ran=False))  # it may be marked
                 raise
             if is_ours:
-                self._buffer.admit(execution)
+                if not self._buffer.admit(execution):
+                    self._report(execution, Interrupted(began=True, ran=False))
             else:
                 self._buffer.dropped(execution)
                 self._buffer.settled([execution])
@@ -262,6 +264,7 @@ class Claimer:
         self._drop([each for key, each in held.items() if key not in theirs])
         self._give_back_unknown([row for row in rows if (row[1], row[2]) not in held])
         self._is_checked = True
+        self.on_ready()
         self._buffer.poke()
 
     def _drop(self, lost: Sequence[Execution]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tasklib.current import CurrentTask
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
+    from tasklib.worker.witness import Witness
 
 ABANDON_AFTER_SECONDS = 5.0  # for what ignores being told to stop
 AFTER_FAILURE_SECONDS = 2.0  # before a duty that failed is tried again
@@ -61,35 +63,43 @@ class Options:
 class Crew:
     """The parts of one run, and their order of coming and going."""
 
-    def __init__(self, config: Config, menu: Menu, options: Options, stop_asked: threading.Event) -> None:
+    def __init__(
+        self, config: Config, menu: Menu, options: Options, stop_asked: threading.Event, witness: Witness
+    ) -> None:
         self.stop_asked = stop_asked
+        self._witness = witness
         self.hurry = threading.Event()
         self._config = config
         self._settled = threading.Event()
         self._database = Database(config)
         statements = WorkerStatements(config)
         self._clock = DatabaseClock()
-        self._sessions = {role: Session(config, role) for role in ("claim", "listen")} | {
-            "lease": Session(config, "lease", timeout_seconds=config.lease_seconds / LEASE_TIMEOUT_SHARE),
-            "finish": Session(config, "finish", settings="-c lock_timeout=1s"),
-            "duties": Session(config, "duties", settings="-c lock_timeout=2s"),
+        session = functools.partial(Session, config, witness=witness)
+        self._sessions = {
+            "claim": session("claim", on_wait=witness.beat),
+            "listen": session("listen"),
+            "lease": session("lease", timeout_seconds=config.lease_seconds / LEASE_TIMEOUT_SHARE),
+            "finish": session("finish", settings="-c lock_timeout=1s"),
+            "duties": session("duties", settings="-c lock_timeout=2s"),
         }
         self.buffer = Buffer(options.concurrency, lambda: self.claimer.may_start())  # noqa: PLW0108 - it comes later
         self.finisher = Finisher(self._sessions["finish"], statements, self.buffer, self._clock)
         self.lease = Lease(
             config, self._sessions["lease"], statements, buffer=self.buffer, clock=self._clock,
-            describe=lambda: (menu.queues, menu.names()),
+            describe=lambda: (menu.queues, menu.names()), witness=witness,
         )  # fmt: skip
         self.claimer = Claimer(
             self._sessions["claim"], statements, buffer=self.buffer, lease=self.lease, clock=self._clock,
             finisher=self.finisher, promoter=Promoter(self._sessions["claim"], statements), menu=menu,
             poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report,
         )  # fmt: skip
-        self.watch = Watch(self.buffer, self.lease, config.timeout_delta_seconds)
-        self.transactions = Transactions(config, statements, self._clock, self._decide, self.finisher.take_progress)
+        self.watch = Watch(self.buffer, self.lease, witness)
+        self.transactions = Transactions(
+            config, statements, self._clock, self._decide, self.finisher.take_progress, witness=witness
+        )
         runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
         self.threads, self.coroutines = ThreadRunner(*runs), CoroutineRunner(*runs)
-        listener = Listener(self._sessions["listen"], menu.queues, self._ring, self._cancel)
+        listener = Listener(self._sessions["listen"], menu.queues, self.ring, self.hear_cancel)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         duties = (
             BudgetCheck(self._sessions["duties"], budget),
@@ -99,7 +109,7 @@ class Crew:
         )
         self.loops = {
             "lease": Loop("lease", self.lease),
-            "claim": Loop("claim", self.claimer),
+            "claim": Loop("claim", self.claimer, self._beat),
             "finish": Loop("finish", self.finisher),
             "watch": Loop("watch", self.watch),
             "duties": Loop("duties", _Rota(duties)),
@@ -117,6 +127,7 @@ class Crew:
         """Who wakes whom."""
         self.buffer.on_work = {False: self.threads.provide, True: self.coroutines.provide}
         self.buffer.on_free = self._slot_free
+        self.buffer.on_settled = self._witness.settled
         self.lease.on_regained = self._regained
         self.lease.on_cancel = self._cancel_held
         self.finisher.on_settled = self._after_settlement
@@ -127,7 +138,8 @@ class Crew:
         """False: it is too late to start it."""
         if not execution.is_marked and execution.is_late(self._clock.now()):
             return False
-        execution.begin(execution.started_at or self._clock.now())
+        execution.begin(execution.started_at or self._clock.now(), self._config.timeout_delta_seconds)
+        self._witness.began(execution)
         if self.finisher.is_resting and not execution.is_marked:
             self.loops["finish"].wake()
         if min(execution.deadline, self.lease.valid_until) < self.watch.next_at:
@@ -147,6 +159,7 @@ class Crew:
         now = self._clock.now()
         seconds = max(time.monotonic() - execution.started, 0.0)
         settlement = self._decide(execution, outcome, now)
+        self._witness.ended(execution)  # before somebody else can settle it
         self.finisher.add(execution, settlement, now)
         self.buffer.done(execution, seconds) if settlement.began else self.buffer.dropped(execution)
         self.loops["finish"].wake()
@@ -175,7 +188,12 @@ class Crew:
         if self.claimer.expects_more() or self.buffer.has_careful():
             self.loops["claim"].wake()
 
-    def _ring(self) -> None:
+    def _beat(self) -> None:
+        self._witness.beat()
+        self._witness.counts(*self.buffer.counts())
+
+    def ring(self) -> None:
+        """There may be work."""
         self.claimer.ring()
         self.loops["claim"].wake()
 
@@ -183,7 +201,7 @@ class Crew:
         self.claimer.distrust()
         self.loops["claim"].wake()
 
-    def _cancel(self, task_id: UUID) -> None:
+    def hear_cancel(self, task_id: UUID) -> None:
         for each in self.buffer.held():
             if each.id == task_id:
                 self.loops["lease"].wake()  # a notification is a hint: the row will tell
@@ -191,10 +209,21 @@ class Crew:
     def _cancel_held(self, execution: Execution) -> None:
         if execution.task.cancel_asked_at is not None:
             return
-        execution.ask_to_cancel(self._clock.now())
+        execution.ask_to_cancel(self._clock.now(), self._config.timeout_delta_seconds)
+        self._witness.must_end_by(execution, execution.must_end_by)
         execution.interrupt(CancelInterrupt)
+        self.loops["watch"].wake()
         for waiting in self.buffer.remove_waiting([execution]):
             self.report(waiting, Interrupted(began=waiting.is_marked, ran=False))
+
+    def pause(self) -> None:
+        """Claim nothing, and give back what has not started."""
+        for each in self.buffer.pause():
+            self.report(each, Interrupted(began=each.is_marked, ran=False))
+
+    def resume(self) -> None:
+        self.buffer.resume()
+        self.ring()
 
     # --- coming and going ---
 

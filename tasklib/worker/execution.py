@@ -28,8 +28,9 @@ class Execution:
     """The task, where it runs, and the way to stop it. Its fields change under the buffer's lock, or by its runner."""
 
     __slots__ = (
-        "claimed", "deadline", "function", "has_ended", "inside", "interrupt_kind", "is_committed", "is_coroutine",
-        "is_marked", "is_reported_stuck", "locked_since", "opening", "started", "started_at", "task", "transaction",
+        "cancel_limit", "claimed", "deadline", "function", "has_ended", "inside", "interrupt_kind", "is_committed",
+        "is_coroutine", "is_marked", "is_reported_stuck", "locked_since", "opening", "started", "started_at", "task",
+        "timeout_limit", "transaction",
     )  # fmt: skip
 
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
@@ -40,7 +41,9 @@ class Execution:
         self.locked_since = claimed.held.claimed_at
         self.started = math.inf  # monotonic
         self.started_at: datetime | None = None
-        self.deadline = math.inf
+        self.deadline = math.inf  # when it is told to stop
+        self.timeout_limit = math.inf  # after that; two, since two threads write them
+        self.cancel_limit = math.inf
         self.is_marked = False  # `running` in the database
         self.is_reported_stuck = False
         self.interrupt_kind: type[TaskInterrupt] | None = None
@@ -59,6 +62,11 @@ class Execution:
         return not math.isinf(self.started)
 
     @property
+    def must_end_by(self) -> float:
+        """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel."""
+        return min(self.timeout_limit, self.cancel_limit)
+
+    @property
     def needs_mark(self) -> bool:
         """Must be `running` in the database before its first line: whether it had begun decides its fate in a crash."""
         return (self.task.suspect or self.task.on_crash == "fail") and not self.is_marked
@@ -66,14 +74,16 @@ class Execution:
     def is_late(self, now: datetime) -> bool:
         return self.task.expires_at is not None and now >= self.task.expires_at
 
-    def begin(self, started_at: datetime) -> None:
+    def begin(self, started_at: datetime, delta_seconds: float) -> None:
         self.started = time.monotonic()
         self.started_at = started_at
         if self.task.timeout_seconds is not None:
             self.deadline = self.started + self.task.timeout_seconds
+            self.timeout_limit = self.deadline + delta_seconds
 
-    def ask_to_cancel(self, asked_at: datetime) -> None:
+    def ask_to_cancel(self, asked_at: datetime, delta_seconds: float) -> None:
         self.task = self.task._replace(cancel_asked_at=asked_at)
+        self.cancel_limit = time.monotonic() + delta_seconds
 
     def interrupt(self, kind: type[TaskInterrupt]) -> None:
         """Once: a second exception could land in the clean-up that the first one caused."""

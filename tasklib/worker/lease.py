@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.execution import Execution
     from tasklib.worker.session import Session
+    from tasklib.worker.witness import Witness
 
 
 class Lease:
@@ -40,18 +41,23 @@ class Lease:
         buffer: Buffer,
         clock: DatabaseClock,
         describe: Callable[[], tuple[list[str] | None, list[str]]],
+        witness: Witness,
     ) -> None:
         self._session = session
         self._statements = statements
         self._buffer = buffer
         self._clock = clock
         self._describe = describe
+        self._witness = witness
         self._seconds = config.lease_seconds
         self._lock_seconds = config.lock_timeout_seconds
         self._name = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self.worker_id = self._new_id()
         self._valid_until = -math.inf
         self._is_registered = False
+        self._has_failed = False  # the last renewal has
+        self._run_out = -math.inf  # the last `valid_until` that was seen to have passed, and when that was seen
+        self._run_out_seen = -math.inf
         self.is_stopping = False
         self.on_regained: Callable[[], None] = lambda: None  # claims have to be checked before anything starts
         self.on_cancel: Callable[[Execution], None] = lambda _: None
@@ -63,13 +69,25 @@ class Lease:
     def is_valid(self) -> bool:
         return time.monotonic() < self._valid_until
 
+    def is_lost(self) -> bool:
+        """It has run out, and could not be renewed. If nobody tried, because code that holds the GIL or a SIGSTOP kept
+        this process from it, then that comes first: a supervisor may have kept the lease alive.
+        """
+        if self.is_valid():
+            return False
+        if self._run_out != self._valid_until:
+            self._run_out, self._run_out_seen = self._valid_until, time.monotonic()
+        return self._has_failed or time.monotonic() > self._run_out_seen + self._seconds / 3
+
     def run_once(self) -> float | None:
-        if not self._is_registered:
-            self._register()
-        else:
-            self._renew()
-            self._extend()
-            self._look_for_cancels()
+        try:
+            self._register() if not self._is_registered else self._renew()
+        except Exception:
+            self._has_failed = True
+            raise
+        self._has_failed = False
+        self._extend()
+        self._look_for_cancels()
         return self._seconds / 3
 
     def give_up(self) -> None:
@@ -85,6 +103,7 @@ class Lease:
             self.worker_id, self._name, socket.gethostname(), os.getpid(), threading.main_thread().name, queues, names,
             self._buffer.concurrency,
         )  # fmt: skip
+        self._witness.named(self.worker_id)
         sent_at = time.monotonic()
         now = self._session.run(self._statements.register(description))
         if now is None:  # an answer was lost, and this comes too late

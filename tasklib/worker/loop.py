@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psycopg
 
@@ -13,9 +14,12 @@ from tasklib.connection import is_connection_lost
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
-LONGEST_WAIT_SECONDS = 3600.0  # more would overflow the lock's clock, and end the thread
+LONGEST_SILENCE_SECONDS = 5.0  # who watches the beat would take more for a hang
 
 
 class Service(Protocol):
@@ -26,10 +30,11 @@ class Service(Protocol):
 class Loop(threading.Thread):
     """Drives one service until told to stop. A database that goes away costs pauses, nothing else."""
 
-    def __init__(self, name: str, service: Service) -> None:
+    def __init__(self, name: str, service: Service, on_beat: Callable[[], None] = lambda: None) -> None:
         super().__init__(name=f"tasklib-{name}", daemon=True)
         self.service = service
         self._role = name
+        self._on_beat = on_beat
         self._woken = threading.Event()
         self._is_stopping = False
         self._failures = 0
@@ -50,8 +55,17 @@ class Loop(threading.Thread):
                 return
             delay = self._round()
             self.beats += 1
+            self._on_beat()
             if delay is None or delay > 0:
-                self._woken.wait(None if delay is None else min(delay, LONGEST_WAIT_SECONDS))
+                self._rest(math.inf if delay is None else delay)
+
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._woken.wait(min(seconds, LONGEST_SILENCE_SECONDS)):
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                return
+            self._on_beat()
 
     def _round(self) -> float | None:
         try:

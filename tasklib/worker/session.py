@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
 from psycopg import sql
@@ -25,12 +25,16 @@ from tasklib.connection import (
     worker_connection_string,
 )
 from tasklib.log import log
+from tasklib.worker.witness import Witness
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from tasklib.config import Config
     from tasklib.statements import Statement
 
 T = TypeVar("T")
+RV = TypeVar("RV")
 CONFLICT_TRIES = 5
 _LOST_PREPARED = frozenset({"26000", "42P05"})  # a pooler gave us another server connection
 
@@ -38,8 +42,20 @@ _LOST_PREPARED = frozenset({"26000", "42P05"})  # a pooler gave us another serve
 class Session:
     """`run` sends one statement and reads its answer. Raises psycopg's errors: the loops know what to do."""
 
-    def __init__(self, config: Config, role: str, *, timeout_seconds: float | None = None, settings: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        role: str,
+        *,
+        timeout_seconds: float | None = None,
+        settings: str = "",
+        witness: Witness | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
         self._config = config
+        self._role = role
+        self._witness = witness or Witness()
+        self._on_wait = on_wait
         self._dsn = worker_connection_string(config, role)
         self._settings = WORKER_SETTINGS | dict(re.findall(r"-c (\w+)=(\S+)", settings))
         self._settings_for_once = _set_local(self._settings)
@@ -85,6 +101,7 @@ class Session:
         conn, self._conn = self._conn, None
         if conn is not None:
             conn.close()
+            self._witness.disconnected(self._role)
 
     def _send(self, conn: BoundedConnection, statement: Statement[T]) -> T:
         conn.deadline = time.monotonic() + self._timeout_seconds
@@ -96,6 +113,13 @@ class Session:
             raise
         finally:
             conn.deadline = math.inf
+
+    def _made(self) -> BoundedConnection:
+        if self._on_wait is None:
+            return BoundedConnection.connect(self._dsn, autocommit=True)
+        conn = _AudibleConnection.connect(self._dsn, autocommit=True)
+        conn.on_wait = self._on_wait
+        return conn
 
     def _send_pooled(self, conn: BoundedConnection, statement: Statement[T]) -> T:
         """A server connection is ours for one transaction, and so are its settings: they go with each statement, all in
@@ -114,16 +138,36 @@ class Session:
             return statement.read(cursor.fetchall() if cursor.description else [])
 
     def _connect(self) -> BoundedConnection:
-        conn = BoundedConnection.connect(self._dsn, autocommit=True)
+        conn = self._made()
         try:
             meet(conn, self._settings)
         except BaseException:
             conn.close()
             raise
+        self._witness.connected(self._role, 0 if conn.is_pooled else conn.info.backend_pid)
         if conn.is_pooled and not self._has_told_of_pooler:
             self._has_told_of_pooler = True
             log.info("pooler.found", consequence="nothing is prepared, settings go with each statement")
         return conn
+
+
+class _AudibleConnection(BoundedConnection):
+    """Says ten times a second that it still waits: who knows how long it may, need not take that for a hang."""
+
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
+
+    def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
+        return super().wait(self._aloud(gen), *args, **kwargs)
+
+    def _aloud(self, gen: Generator[Any, Any, RV]) -> Generator[Any, Any, RV]:
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                self.on_wait()
+                wanted = gen.send(ready)
+        except StopIteration as stop:
+            return cast("RV", stop.value)
 
 
 def _end_transaction(conn: BoundedConnection) -> None:

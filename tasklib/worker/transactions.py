@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tasklib.statements import WorkerStatements
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.execution import Execution
+    from tasklib.worker.witness import Witness
 
 C = TypeVar("C", BoundedConnection, WatchedConnection)
 
@@ -79,6 +80,8 @@ class Transactions:
         clock: DatabaseClock,
         decide: Callable[[Execution, Outcome, datetime], Settlement],
         take_progress: Callable[[Execution], str | None],
+        *,
+        witness: Witness,
     ) -> None:
         self._dsn = conninfo.make_conninfo(connection_string(config), application_name="tasklib:task")
         self._seconds = config.database_timeout_seconds
@@ -86,6 +89,7 @@ class Transactions:
         self._clock = clock
         self._decide = decide
         self._take_progress = take_progress
+        self._witness = witness
         self._lock = threading.Lock()
 
     def open(self, execution: Execution) -> BoundedConnection:
@@ -98,6 +102,7 @@ class Transactions:
             _refuse_ended(execution)
             if execution.transaction is None:
                 execution.transaction = self._begin()
+                self._tell_connected(execution)
             conn: BoundedConnection = execution.transaction.conn
             return conn
 
@@ -109,6 +114,7 @@ class Transactions:
             _refuse_ended(execution)
             if execution.transaction is None:
                 execution.transaction = await self._begin_async()
+                self._tell_connected(execution)
             conn: WatchedConnection = execution.transaction.conn
             return conn
 
@@ -139,6 +145,7 @@ class Transactions:
             return _outcome_of(execution, error)
         finally:
             _close(transaction)
+            self._witness.disconnected(_role(execution))
         return outcome
 
     async def end_async(self, execution: Execution, outcome: Outcome) -> Outcome:
@@ -175,7 +182,13 @@ class Transactions:
             return _outcome_of(execution, error)
         finally:
             await _close_async(transaction, self._seconds)
+            self._witness.disconnected(_role(execution))
         return outcome
+
+    def _tell_connected(self, execution: Execution) -> None:
+        assert execution.transaction is not None  # noqa: S101 - it was just made
+        conn: BoundedConnection | WatchedConnection = execution.transaction.conn
+        self._witness.connected(_role(execution), 0 if conn.is_pooled else conn.info.backend_pid)
 
     def _is_whole(self) -> Statement[bool]:
         return Statement(_IS_WHOLE, (str(max(int(self._seconds * 1000), 1)),), lambda rows: rows[0][0] is True)
@@ -239,6 +252,10 @@ async def _close_async(transaction: Transaction[WatchedConnection], seconds: flo
     except Exception as error:  # noqa: BLE001 - as above
         _tell_broken(error)
     conn.pgconn.finish()
+
+
+def _role(execution: Execution) -> str:
+    return f"task {execution.id}"
 
 
 def _refuse_ended(execution: Execution) -> None:

@@ -13,26 +13,29 @@ if TYPE_CHECKING:
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
     from tasklib.worker.lease import Lease
+    from tasklib.worker.witness import Witness
+
+STARVED_PAUSE_SECONDS = 0.05  # before it is looked again whether the lease could be renewed
 
 
 class Watch:
-    def __init__(self, buffer: Buffer, lease: Lease, delta_seconds: float) -> None:
+    def __init__(self, buffer: Buffer, lease: Lease, witness: Witness) -> None:
         self._buffer = buffer
         self._lease = lease
-        self._delta_seconds = delta_seconds
+        self._witness = witness
         self.next_at = math.inf  # monotonic: who starts a task that ends before has to wake us
 
     def run_once(self) -> float | None:
         self.next_at = math.inf  # what begins from here on wakes us
         now = time.monotonic()
         executing = self._buffer.executing()
-        if executing and now >= self._lease.valid_until:
+        if executing and self._lease.is_lost():
             self._fence(executing)
         for each in executing:
             self._check(each, now)
         next_at = min((self._next(each, now) for each in executing), default=math.inf)
-        if executing and now < self._lease.valid_until:
-            next_at = min(next_at, self._lease.valid_until)
+        if executing and not self._lease.is_lost():
+            next_at = min(next_at, max(self._lease.valid_until, now + STARVED_PAUSE_SECONDS))
         self.next_at = next_at
         return None if math.isinf(next_at) else max(next_at - time.monotonic(), 0.001)
 
@@ -47,15 +50,16 @@ class Watch:
     def _check(self, execution: Execution, now: float) -> None:
         if now >= execution.deadline:
             execution.interrupt(TimeoutInterrupt)
-        if now >= execution.deadline + self._delta_seconds and not execution.is_reported_stuck:
+        if now >= execution.must_end_by and not execution.is_reported_stuck:
             execution.is_reported_stuck = True
+            self._witness.must_end_by(execution, execution.must_end_by)
             log.error(
                 "task.stuck", task=execution.task.name, task_id=execution.id, seconds=round(now - execution.started, 1),
                 consequence="it does not stop; it keeps its slot and its lease until it does, or its process dies",
             )  # fmt: skip
 
     def _next(self, execution: Execution, now: float) -> float:
-        for moment in (execution.deadline, execution.deadline + self._delta_seconds):
+        for moment in sorted((execution.deadline, execution.must_end_by)):
             if moment > now:
                 return moment
         return math.inf

@@ -18,9 +18,11 @@ from tasklib.registry import default_registry
 from tasklib.task import TaskFunction
 from tasklib.worker.claimer import Menu
 from tasklib.worker.crew import Crew, Options
+from tasklib.worker.witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from uuid import UUID
 
 LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
 
@@ -44,6 +46,7 @@ class TaskWorker:
         grace_seconds: float = 30.0,
         listen: bool = True,
         handle_signals: bool | None = None,
+        witness: Witness | None = None,
     ) -> None:
         _check(config, concurrency, poll_interval_seconds, buffer_size, grace_seconds)
         self._config = config
@@ -53,6 +56,11 @@ class TaskWorker:
         self._stop_asked = threading.Event()
         self._crew: Crew | None = None
         self._running = threading.Lock()
+        self._witness = witness or Witness()
+        self._is_paused = False
+        self._pausing = threading.Lock()
+        self._is_ready = False
+        self._is_ready_or_ended = threading.Event()
 
     @property
     def worker_id(self) -> str | None:
@@ -83,6 +91,38 @@ class TaskWorker:
             self._crew.hurry.set()
         self._stop_asked.set()
 
+    def wait_until_ready(self, timeout: float | None = None) -> bool:
+        """True when it can run tasks: connected, registered, and what it holds compared with the database. False: not
+        in time, or its run has ended.
+        """
+        self._is_ready_or_ended.wait(timeout)
+        return self._is_ready
+
+    # --- for who looks after it ---
+
+    def ring(self) -> None:
+        """There may be work: for a worker with listen=False, from somebody who listens for it."""
+        if self._crew is not None:
+            self._crew.ring()
+
+    def hear_cancel(self, task_id: UUID) -> None:
+        """Somebody cancelled this task: if it is here, look at its row."""
+        if self._crew is not None:
+            self._crew.hear_cancel(task_id)
+
+    def pause(self) -> None:
+        """Claim nothing until `resume()`. What has not started is given back at no cost; what executes goes on."""
+        with self._pausing:
+            self._is_paused = True
+            if self._crew is not None:
+                self._crew.pause()
+
+    def resume(self) -> None:
+        with self._pausing:
+            self._is_paused = False
+            if self._crew is not None:
+                self._crew.resume()
+
     # --- how it runs ---
 
     def _run_until_stopped(self) -> None:
@@ -98,7 +138,7 @@ class TaskWorker:
         if not self._running.acquire(blocking=False):
             raise InvalidOptions("this TaskWorker is running already: make another one")
         try:
-            crew = self._crew = Crew(self._config, self._menu, options, self._stop_asked)
+            crew = self._new_crew(options)
             if crew.start():
                 try:
                     yield crew
@@ -107,8 +147,24 @@ class TaskWorker:
             else:
                 yield crew  # stopped before there was a database
         finally:
+            self._is_ready = False
+            self._is_ready_or_ended.set()
             self._stop_asked.clear()
             self._running.release()
+
+    def _new_crew(self, options: Options) -> Crew:
+        self._is_ready_or_ended.clear()
+        crew = Crew(self._config, self._menu, options, self._stop_asked, self._witness)
+        crew.claimer.on_ready = self._ready
+        with self._pausing:
+            self._crew = crew
+            if self._is_paused:
+                crew.pause()
+        return crew
+
+    def _ready(self) -> None:
+        self._is_ready = True
+        self._is_ready_or_ended.set()
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
         """In a thread of the worker's own, so that an application that blocks its loop does not block the worker. To
