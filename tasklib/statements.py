@@ -253,8 +253,9 @@ class WorkerStatements:
     def declare_dead(self) -> Statement[list[Row]]:
         return Statement(self._workers["declare_dead"], (self._lease_seconds,), list)
 
-    def forget_dead(self) -> Statement[None]:
-        return Statement(self._workers["forget_dead"], (), lambda _: None)
+    def forget_dead(self, after_seconds: float | None = 3600.0) -> Statement[None]:
+        """None: never."""
+        return Statement(self._workers["forget_dead"], (after_seconds,), lambda _: None)
 
     def held(self, worker_id: str) -> Statement[list[Row]]:
         return Statement(self._claims["held"], (worker_id,), list, is_change=False)

@@ -42,7 +42,7 @@ class Bell:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._socket.settimeout(0)  # a send that would wait is left out
         self._ears: list[str] = []
         self._seen: int | None = None
         self._look_at = 0.0
@@ -130,14 +130,16 @@ class Ear:
                 return
 
     def _receive(self) -> set[bytes]:
+        """What has come, and at least one."""
         assert self._socket is not None  # noqa: S101 - started
+        messages: set[bytes] = set()
         try:
-            messages = {self._socket.recv(_LONGEST)}
+            messages.add(self._socket.recv(_LONGEST))
             while True:
                 messages.add(self._socket.recv(_LONGEST, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return messages
-        except OSError:
+        except OSError:  # closed
             return {_END}
 
     def _hear_cancel(self, text: bytes) -> None:

@@ -9,27 +9,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psycopg
-
-from tasklib.connection import is_connection_lost
+from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log
 from tasklib.outcomes import Crashed, Rules, decide
-from tasklib.statements import settlement_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from datetime import datetime
 
     from tasklib.config import Config
-    from tasklib.outcomes import HeldTask, Settlement
     from tasklib.statements import WorkerStatements
     from tasklib.worker.session import Session
 
+KEEP_DEAD_SECONDS = 3600.0  # the rows of dead workers, for somebody who looks
+
 
 class Reaper:
-    def __init__(self, config: Config, session: Session, statements: WorkerStatements) -> None:
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        statements: WorkerStatements,
+        *,
+        keep_dead_seconds: float | None = KEEP_DEAD_SECONDS,
+    ) -> None:
         self._session = session
         self._statements = statements
+        self._settling = Settling(session, statements)
+        self._keep_dead_seconds = keep_dead_seconds
         self._lease_seconds = config.lease_seconds
         self._pause_seconds = min(config.lease_seconds / 15, 1.0)
         self._rules = Rules(bury_after=config.bury_after, timeout_delta_seconds=config.timeout_delta_seconds)
@@ -40,7 +46,7 @@ class Reaper:
             return self._pause_seconds
         self._declare_dead()
         self._recover_abandoned()
-        self._session.run(self._statements.forget_dead())
+        self._session.run(self._statements.forget_dead(self._keep_dead_seconds))
         return self._pause_seconds
 
     def _declare_dead(self) -> None:
@@ -59,32 +65,7 @@ class Reaper:
         reason = "its lock passed" if worker_is_alive else "its worker died: the lease ran out"
         tasks = self._session.run(self._statements.abandoned_tasks(worker_id, claim_id))
         crash = Crashed(reason, worker_is_alive=worker_is_alive)
-        decided = [(task, decide(task, crash, now, self._rules)) for task in tasks]
-        self._settle(worker_id, decided, now)
-        self._session.run(self._statements.forget_claim(worker_id, claim_id))
-
-    def _settle(self, worker_id: str, decided: Sequence[tuple[HeldTask, Settlement]], now: datetime) -> None:
-        """One bad row must not keep its neighbours: if the batch is refused, each goes alone."""
-        if not decided:
-            return
-        try:
-            recovered = self._send(worker_id, decided, now)
-        except psycopg.Error as error:
-            if is_connection_lost(error):
-                raise
-            if len(decided) == 1:
-                task = decided[0][0]
-                log.error("task.unrecoverable", task=task.name, task_id=task.id, error=str(error).partition("\n")[0])
-                return
-            for each in decided:
-                self._settle(worker_id, [each], now)
-            return
-        if recovered:
+        decided = [Decided(task, decide(task, crash, now, self._rules), task.state) for task in tasks]
+        if recovered := self._settling.settle(worker_id, decided, now):
             log.warning("tasks.recovered", worker_id=worker_id, count=recovered)
-
-    def _send(self, worker_id: str, decided: Sequence[tuple[HeldTask, Settlement]], now: datetime) -> int:
-        settled = [
-            settlement_json(task, settlement, started_at=task.started_at, finished_at=now, seen=task.state)
-            for task, settlement in decided
-        ]
-        return len(self._session.run(self._statements.settle(worker_id, settled)))
+        self._session.run(self._statements.forget_claim(worker_id, claim_id))

@@ -316,4 +316,5 @@ from unnest($1::text[]) as given (queue),
                order by priority desc, created_at, id limit 200) as waiting
 where waiting.name <> all($2::text[])
   and not exists (select from tasklib.workers
-                   where died_at is null and lease_until > clock_timestamp() and waiting.name = any(task_names));
+                   where died_at is null and lease_until > clock_timestamp() and waiting.name = any(task_names)
+                     and (queues is null or given.queue = any(queues)));

@@ -22,6 +22,16 @@ update tasklib.workers
 returning clock_timestamp();
 
 
+-- By the keeper, for workers that it knows to be alive: a task that holds the interpreter's lock keeps its worker from
+-- doing so itself. Only where half of the lease has passed unrenewed, which is hardly ever: then nothing is written.
+-- name: renew_for
+update tasklib.workers
+   set renewed_at = clock_timestamp(), lease_until = clock_timestamp() + $2::double precision * interval '1 second'
+ where worker_id = any($1::text[]) and died_at is null
+   and lease_until < clock_timestamp() + $2::double precision / 2 * interval '1 second'
+returning worker_id;
+
+
 -- Not while it still holds something.
 -- name: deregister
 delete from tasklib.workers
@@ -38,8 +48,8 @@ update tasklib.workers
 returning worker_id, name, hostname, pid;
 
 
--- The dead are forgotten when nothing of theirs is left, and an hour has passed in which somebody could look.
+-- The dead are forgotten when nothing of theirs is left, and the time has passed in which somebody could look.
 -- name: forget_dead
 delete from tasklib.workers as worker
- where died_at < clock_timestamp() - interval '1 hour'
+ where died_at < clock_timestamp() - $1::double precision * interval '1 second'
    and not exists (select from tasklib.claims where claims.worker_id = worker.worker_id);

@@ -1,0 +1,99 @@
+"""Deletes what has been kept for long enough: finished tasks with their attempts, and snapshots of workers.
+
+Hourly, in bounded batches, and resting as long as it works. Tasks are looked at in the order of their keys, which are
+made from the time: only those that were made before the shortest time for which anything is kept, page by page from
+where the last page ended. Two at once do no harm.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from tasklib.log import log
+
+if TYPE_CHECKING:
+    from tasklib.duties.statements import KeeperStatements
+    from tasklib.worker.session import Session
+
+EVERY_SECONDS = 3600.0
+BATCH = 1_000
+LONGEST_REST_SECONDS = 5.0
+DAY_SECONDS = 86400.0
+_FIRST = UUID(int=0)
+_LAST = UUID(int=2**128 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long finished tasks and snapshots are kept. None: for ever, as are buried tasks."""
+
+    completed_seconds: float | None = 30 * DAY_SECONDS  # cancelled and expired ones too
+    failed_seconds: float | None = 90 * DAY_SECONDS
+    states_seconds: float | None = 7 * DAY_SECONDS
+
+    def ranges(self, now: float) -> list[tuple[UUID, UUID]]:
+        """The keys among which there may be tasks that are old enough. Of the keys that lie in the future, nobody knows
+        when they were made: they are not ours, and are all looked at.
+        """
+        kept = [each for each in (self.completed_seconds, self.failed_seconds) if each is not None]
+        if not kept:
+            return []
+        return [(_FIRST, _key(now - min(kept))), (_key(now + DAY_SECONDS), _LAST)]
+
+
+class Janitor:
+    def __init__(self, session: Session, statements: KeeperStatements, retention: Retention) -> None:
+        self._session = session
+        self._statements = statements
+        self._retention = retention
+        self._ranges: list[tuple[UUID, UUID]] | None = None  # what is left of a pass; None: none is under way
+        self._tasks = 0
+        self._states = 0
+
+    def run_once(self) -> float | None:
+        if self._ranges is None:
+            self._ranges = self._retention.ranges(time.time())
+        began = time.monotonic()
+        if self._prune_tasks(self._ranges) or self._prune_states():
+            return min(time.monotonic() - began, LONGEST_REST_SECONDS)
+        self._end()
+        return EVERY_SECONDS
+
+    def _prune_tasks(self, ranges: list[tuple[UUID, UUID]]) -> bool:
+        """False: there are no more pages."""
+        if not ranges:
+            return False
+        after, before = ranges[0]
+        pruned = self._session.run(
+            self._statements.prune_tasks(
+                after,
+                before,
+                completed_seconds=self._retention.completed_seconds,
+                failed_seconds=self._retention.failed_seconds,
+                limit=BATCH,
+            )
+        )
+        self._tasks += pruned.tasks
+        ranges[:1] = [] if pruned.last_id is None else [(pruned.last_id, before)]
+        return True
+
+    def _prune_states(self) -> bool:
+        """False: that was the last batch."""
+        if self._retention.states_seconds is None:
+            return False
+        count = self._session.run(self._statements.prune_states(self._retention.states_seconds, BATCH))
+        self._states += count
+        return count == BATCH
+
+    def _end(self) -> None:
+        if self._tasks or self._states:
+            log.info("history.pruned", tasks=self._tasks, worker_states=self._states)
+        self._ranges, self._tasks, self._states = None, 0, 0
+
+
+def _key(moment: float) -> UUID:
+    """The first that can be made at a moment: see `tasklib.ids`."""
+    return UUID(int=max(int(moment * 1000), 0) << 80)

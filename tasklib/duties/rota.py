@@ -1,0 +1,41 @@
+"""Several duties on one connection, each at its own pace."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from tasklib.connection import is_connection_lost
+from tasklib.log import log
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tasklib.worker.loop import Service
+
+AFTER_FAILURE_SECONDS = 2.0  # before a duty that failed is tried again
+
+
+class Rota:
+    def __init__(self, duties: Sequence[Service]) -> None:
+        self._due = dict.fromkeys(duties, 0.0)
+
+    def run_once(self) -> float | None:
+        for duty, due in self._due.items():
+            if time.monotonic() >= due:
+                self._due[duty] = time.monotonic() + AFTER_FAILURE_SECONDS
+                pause = self._run(duty)
+                self._due[duty] = time.monotonic() + (pause or 0.0)
+        return max(min(self._due.values()) - time.monotonic(), 0.0)
+
+    def _run(self, duty: Service) -> float | None:
+        """What one is refused does not keep the others; a lost connection is everybody's."""
+        try:
+            return duty.run_once()
+        except psycopg.Error as error:
+            if is_connection_lost(error):
+                raise
+            log.warning("duty.failed", duty=type(duty).__name__.lower(), error=str(error).partition("\n")[0])
+            return AFTER_FAILURE_SECONDS

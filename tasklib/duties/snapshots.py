@@ -1,0 +1,92 @@
+"""Writes down how the workers of a daemon are: one row a worker every few seconds, for charts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
+
+    from tasklib.duties.statements import KeeperStatements
+    from tasklib.worker.session import Session
+
+_MEGABYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    worker_id: str
+    hostname: str
+    pid: int
+    tasks_running: int
+    tasks_claimed: int
+    memory_bytes: int | None = None
+    cpu_percent: float | None = None
+    started_at: datetime | None = None
+    processes: int = 1
+
+    def to_row(self) -> dict[str, Any]:
+        memory, total = self.memory_bytes, _memory_of_host()
+        return {
+            "worker_id": self.worker_id,
+            "hostname": self.hostname,
+            "pid": self.pid,
+            "processes": self.processes,
+            "tasks_running": self.tasks_running,
+            "tasks_claimed": self.tasks_claimed,
+            "memory_usage_mb": None if memory is None else round(memory / _MEGABYTE, 3),
+            "memory_percent": None if memory is None or total is None else round(100 * memory / total, 3),
+            "cpu_percent": self.cpu_percent,
+            "worker_started_at": self.started_at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers of one daemon have in common."""
+
+    queues: Sequence[str] | None
+    max_claim_batch: int
+    max_claim_per_worker: int | None  # None: as many as fit the pace of its tasks
+    recovery_config: Mapping[str, Any]
+
+
+class Snapshots:
+    def __init__(
+        self,
+        session: Session,
+        statements: KeeperStatements,
+        limits: Limits,
+        *,
+        take: Callable[[], Sequence[WorkerState]],
+        every_seconds: float = 5.0,
+    ) -> None:
+        self._session = session
+        self._statements = statements
+        self._limits = limits
+        self._take = take
+        self._every_seconds = every_seconds
+
+    def run_once(self) -> float | None:
+        states = [state.to_row() for state in self._take()]
+        if states:
+            limits = self._limits
+            note = self._statements.note_states(
+                states,
+                queues=limits.queues,
+                max_claim_batch=limits.max_claim_batch,
+                max_claim_per_worker=limits.max_claim_per_worker,
+                recovery_config=limits.recovery_config,
+            )
+            self._session.run(note)
+        return self._every_seconds
+
+
+def _memory_of_host() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return None

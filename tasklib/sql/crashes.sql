@@ -1,0 +1,40 @@
+-- Statements about a worker whose death was seen, and not merely guessed from its lease.
+
+
+-- Ends the dead worker's backends, and says which are still there: what they have in flight may still be committed.
+-- Only those that are ours: by the name that all connections of this configuration share ($2), and begun before the
+-- death ($3 seconds ago), for the server gives the number of one that has gone to another.
+-- name: terminate
+select pid, pg_terminate_backend(pid)
+  from pg_stat_activity
+ where pid = any($1::integer[]) and datname = current_database() and starts_with(application_name, $2::text)
+   and backend_start < clock_timestamp() - $3::double precision * interval '1 second';
+
+
+-- What a worker holds, with all that a decision takes. `offset 0` as in `held` of claims.
+-- name: held
+select clock_timestamp(), task.*
+from tasklib.claims as claim
+cross join unnest(claim.task_ids) as taken (task_id)
+cross join lateral (
+    select id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
+           suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at
+      from tasklib.tasks
+     where tasks.id = taken.task_id and tasks.worker_id = $1::text
+    offset 0) as task
+where claim.worker_id = $1::text
+order by task.id;
+
+
+-- All claims of one worker of whose tasks it holds none any more.
+-- name: forget_claims
+delete from tasklib.claims as claim
+ where claim.worker_id = $1::text
+   and not exists (
+       select from tasklib.tasks as task where task.id = any(claim.task_ids) and task.worker_id = $1::text);
+
+
+-- From now on it cannot renew, and what it may still hold is the reaper's.
+-- name: declare_dead
+update tasklib.workers set died_at = clock_timestamp() where worker_id = $1::text and died_at is null
+returning true;
