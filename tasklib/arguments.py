@@ -134,7 +134,9 @@ class _Signature:
         self.positional = self.positional_only + either
         self.variadic = next((name for name, kind in kinds.items() if kind is kind.VAR_POSITIONAL), None)
         self.by_position_only = {*self.positional_only, self.variadic} - {None}
-        self.plain = frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and _is_plain(p.annotation))
+        named = {p.name: p.annotation for p in parameters if p.kind is not p.VAR_KEYWORD}
+        self.plain = frozenset(name for name, annotation in named.items() if _is_plain(annotation))
+        self.without_floats = frozenset(name for name, annotation in named.items() if _is_plain(annotation, _NO_FLOAT))
         self.adapter = _adapter(parameters, task_name)
         self.validator = self.adapter.validator
         self.serializer = self.adapter.serializer
@@ -163,6 +165,8 @@ class _Signature:
             raise _misfit(task_name, error) from None
         data = self._serialize(task_name, accepted)
         check_limits(task_name, data, max_bytes)
+        if self.without_floats.issuperset(accepted):
+            return data
         stable = stable_numbers(data)
         if stable is not data:
             data = stable
@@ -335,21 +339,22 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
 
 
-_PLAIN = (str, int, bool, float, NoneType, UUID, date, timedelta, Decimal, bytes)
+_NO_FLOAT = (str, int, bool, NoneType, UUID, date, timedelta, Decimal, bytes)
+_PLAIN = (*_NO_FLOAT, float)
 _PLAIN_CONTAINERS = {list, set, frozenset, tuple}
 
 
-def _is_plain(annotation: Any) -> bool:
+def _is_plain(annotation: Any, known: tuple[type, ...] = _PLAIN) -> bool:
     """Types that pydantic is known to read as it wrote them, whatever the value. Not datetime and time: an offset from
     UTC loses its seconds. Not dict[str, str]: half a surrogate pair in a key is written as U+FFFD.
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in {Union, UnionType}:  # a choice of two types may be read as the other one, a choice of None may not
         other, *more = [each for each in inner if each is not NoneType]
-        return not more and _is_plain(other)
+        return not more and _is_plain(other, known)
     if origin in _PLAIN_CONTAINERS:
-        return all(each is Ellipsis or _is_plain(each) for each in inner)
-    return any(annotation is each for each in _PLAIN)  # not `in`: what is in Annotated may have no hash
+        return all(each is Ellipsis or _is_plain(each, known) for each in inner)
+    return any(annotation is each for each in known)  # not `in`: what is in Annotated may have no hash
 
 
 def _why_not_json(message: str) -> str:

@@ -9,8 +9,8 @@ from uuid import UUID, SafeUUID
 
 _set_int = UUID.__dict__["int"].__set__
 _MILLISECOND = 1_000_000  # in nanoseconds
-_COUNTER_BITS = 42  # 12 bits of rand_a and the upper 30 of rand_b
-_COUNTER_LIMIT = 1 << _COUNTER_BITS
+_STEP = 1 << 32  # the counter is the upper 30 bits of rand_b
+_ROOM = 1 << 29  # how far it counts in one millisecond
 
 
 class TaskId(UUID):
@@ -67,29 +67,29 @@ class IdSource:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._millisecond = 0
-        self._counter = 0
-        self._chance = 0
+        self._last = 0
+        self._left = 0
 
     def __call__(self) -> TaskId:
         with self._lock:
             now = time.time_ns() // _MILLISECOND
             if now > self._millisecond:
                 self._begin(now)
-            self._counter += 1
-            if self._counter >= _COUNTER_LIMIT:
+            elif self._left == 0:
                 self._begin(self._millisecond + 1)
-            return _compose(self._millisecond, self._counter, self._chance)
+            self._left -= 1
+            self._last += _STEP
+            made = object.__new__(TaskId)
+            _set_int(made, self._last)
+            return made
 
     def _begin(self, millisecond: int) -> None:
+        """Half of the counter is drawn, so that there is room to count."""
         drawn = int.from_bytes(os.urandom(9))
+        chance, counter, above = drawn & 0xFFFFFFFF, drawn >> 32 & (_ROOM - 1), drawn >> 61 & 0x7FF
         self._millisecond = millisecond
-        self._counter = drawn >> 33  # 39 of 42 bits: room to count before the limit
-        self._chance = drawn & 0xFFFFFFFF
-
-
-def _compose(millisecond: int, counter: int, chance: int) -> TaskId:
-    upper, lower = counter >> 30, counter & 0x3FFFFFFF
-    return _make(millisecond << 80 | 0x7 << 76 | upper << 64 | 0b10 << 62 | lower << 32 | chance)
+        self._left = _ROOM
+        self._last = millisecond << 80 | 0x7 << 76 | above << 64 | 0b10 << 62 | counter << 32 | chance
 
 
 new_id = IdSource()

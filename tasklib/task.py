@@ -107,7 +107,7 @@ class TaskFunction(Generic[P, R_co]):
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
-        return self._plainly.new(*args, **kwargs)
+        return new_task(self, args, kwargs, self._plainly.terms)
 
 
 class Submitter(Generic[P, R_co]):
@@ -116,7 +116,7 @@ class Submitter(Generic[P, R_co]):
     def __init__(self, task: TaskFunction[P, R_co], options: SubmitOptions) -> None:
         self._task = task
         self._options = options
-        self._terms = terms_of(task, options)
+        self.terms = terms_of(task, options)
 
     def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R_co]:
         return Submitter(self._task, {**self._options, **options})
@@ -151,7 +151,7 @@ class Submitter(Generic[P, R_co]):
         return self._new(args, kwargs)
 
     def _new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NewTask:
-        return new_task(self._task, args, kwargs, self._terms)
+        return new_task(self._task, args, kwargs, self.terms)
 
 
 @overload

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from tasklib.current import CurrentTask
     from tasklib.options import TaskOptions
-    from tasklib.outcomes import Outcome
+    from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
     from tasklib.worker.transactions import Transactions
@@ -125,22 +125,18 @@ def _may_retry(error: BaseException, options: TaskOptions | None) -> bool:
     return options.retry_on is None or isinstance(error, options.retry_on)
 
 
-def bind_log_context(execution: Execution) -> None:
-    """For the task's own logger, where structlog is set up to look at context variables."""
-    task = execution.task
-    _LOGGED_ID.set(str(task.id))
-    _LOGGED_NAME.set(task.name)
-    _LOGGED_QUEUE.set(task.queue)
-    _LOGGED_ATTEMPT.set(task.attempt + 1)
-    _LOGGED_WORKER.set(task.worker_id)
-
-
 # What structlog.contextvars.bind_contextvars would make, at a fifth of its price.
 _LOGGED_ID: contextvars.ContextVar[str] = contextvars.ContextVar("structlog_task_id")
 _LOGGED_NAME: contextvars.ContextVar[str] = contextvars.ContextVar("structlog_task")
 _LOGGED_QUEUE: contextvars.ContextVar[str] = contextvars.ContextVar("structlog_queue")
 _LOGGED_ATTEMPT: contextvars.ContextVar[int] = contextvars.ContextVar("structlog_attempt")
 _LOGGED_WORKER: contextvars.ContextVar[str] = contextvars.ContextVar("structlog_worker_id")
+
+
+def _set_logged(name: str, queue: str, worker_id: str) -> None:
+    _LOGGED_NAME.set(name)
+    _LOGGED_QUEUE.set(queue)
+    _LOGGED_WORKER.set(worker_id)
 
 
 class Runner:
@@ -155,10 +151,24 @@ class Runner:
         self._describe = describe
         self._transactions = transactions
         self._context = contextvars.copy_context()
+        self._contexts: dict[tuple[str, str, str], contextvars.Context] = {}
+
+    def _context_for(self, task: HeldTask) -> contextvars.Context:
+        """A copy of its own, with what a logger of the task's may want to know, where structlog is set up to look at
+        context variables. What many tasks have in common is set once.
+        """
+        common = (task.name, task.queue, task.worker_id)
+        context = self._contexts.get(common)
+        if context is None:
+            context = self._context.copy()
+            context.run(_set_logged, *common)
+            self._contexts[common] = context
+        return context.copy()
 
     def _enter(self, execution: Execution) -> None:
         """What the function finds around it."""
-        bind_log_context(execution)
+        _LOGGED_ID.set(str(execution.task.id))
+        _LOGGED_ATTEMPT.set(execution.task.attempt + 1)
         enter_task(functools.partial(self._describe, execution))
 
 
@@ -181,7 +191,7 @@ class ThreadRunner(Runner):
     def _work(self) -> None:
         seat = ThreadSeat()
         while (execution := self._buffer.wait_and_take()) is not None:
-            outcome = self._context.copy().run(self._execute, execution, seat)
+            outcome = self._context_for(execution.task).run(self._execute, execution, seat)
             seat.stand_up()  # an interrupt may have come in the way of the first time
             self._report(execution, self._transactions.end(execution, outcome))
 
@@ -277,7 +287,7 @@ class CoroutineRunner(Runner):
             if not self._begin(execution):
                 self._report(execution, Expired())
                 continue
-            task = self._loop.create_task(self._outcome(execution), context=self._context.copy())
+            task = self._loop.create_task(self._outcome(execution), context=self._context_for(execution.task))
             execution.inside = CoroutineSeat(self._loop, task)
             self._running[task] = execution
             task.add_done_callback(self._ended)
