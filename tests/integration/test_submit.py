@@ -359,6 +359,21 @@ def test_submit_many_from_sql(conn: Conn, client: tasklib.Client) -> None:
     assert [getattr(plain, name) for name in same] == [getattr(single, name) for name in same]
 
 
+def test_submit_many_from_sql_tells_which_existed(conn: Conn) -> None:
+    """By their ordinals, among new ones with ids of their own and without."""
+    earlier = conn.execute("select id from tasklib.submit('a', idempotency_key => 'k')").fetchone()
+    rows = conn.execute(
+        f"""select ordinal, id, existed from tasklib.submit_many('[
+             {{"name": "b"}}, {{"name": "a", "idempotency_key": "k"}}, {{"name": "c", "id": "{UUID(int=7)}"}}]')
+             order by ordinal"""
+    ).fetchall()
+    assert earlier is not None
+    assert [(ordinal, existed) for ordinal, _, existed in rows] == [(1, False), (2, True), (3, False)]
+    assert [row[1] for row in rows[1:]] == [earlier[0], UUID(int=7)]
+    names = conn.execute("select name from tasklib.tasks where id = any(%s) order by name", [[row[1] for row in rows]])
+    assert names.fetchall() == [("a",), ("b",), ("c",)]
+
+
 @pytest.mark.parametrize(
     ("call", "sqlstate"),
     [
@@ -372,7 +387,7 @@ def test_submit_many_from_sql(conn: Conn, client: tasklib.Client) -> None:
         ('submit_many(\'[{"name": "a", "prioritty": 1}]\')', "TL400"),
         ('submit_many(\'[{"name": "a", "delay_seconds": -1}]\')', "TL400"),
         ("submit_many('[{\"kwargs\": {}}]')", "23502"),
-        (f'submit_many(\'[{{"name": "a", "id": "{UUID(int=1)}"}}, {{"name": "b", "id": "{UUID(int=1)}"}}]\')', "TL400"),
+        (f'submit_many(\'[{{"name": "a", "id": "{UUID(int=1)}"}}, {{"name": "b", "id": "{UUID(int=1).hex}"}}]\')', "TL400"),
         ("submit_many('{}')", "22023"),
     ],
 )

@@ -27,7 +27,7 @@ declare
     task record;
 begin
     select array_agg((element ->> 'id')::uuid order by place),
-           count(distinct element ->> 'id') < count(element ->> 'id'),
+           count(distinct (element ->> 'id')::uuid) < count(element ->> 'id'),
            bool_or(element - parameters <> '{}')
       into ids, has_twins, has_unknown
       from jsonb_array_elements(tasks) with ordinality as given (element, place);
