@@ -387,7 +387,10 @@ def test_submit_many_from_sql_tells_which_existed(conn: Conn) -> None:
         ('submit_many(\'[{"name": "a", "prioritty": 1}]\')', "TL400"),
         ('submit_many(\'[{"name": "a", "delay_seconds": -1}]\')', "TL400"),
         ("submit_many('[{\"kwargs\": {}}]')", "23502"),
-        (f'submit_many(\'[{{"name": "a", "id": "{UUID(int=1)}"}}, {{"name": "b", "id": "{UUID(int=1).hex}"}}]\')', "TL400"),
+        (
+            f'submit_many(\'[{{"name": "a", "id": "{UUID(int=1)}"}}, {{"name": "b", "id": "{UUID(int=1).hex}"}}]\')',
+            "TL400",
+        ),
         ("submit_many('{}')", "22023"),
     ],
 )
