@@ -1,0 +1,191 @@
+"""The commands of `tasklibd`: run and check a daemon, and ask one that runs.
+
+No option takes a secret: arguments are shown to every user of the machine by `ps`. Exit codes are in exits.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from tasklib_daemon import control
+from tasklib_daemon.exits import Exit, ExitCode, exit_for
+from tasklib_daemon.redaction import redactor
+from tasklib_daemon.status import describe
+
+if TYPE_CHECKING:
+    from tasklib_daemon.settings import Settings
+    from tasklib_daemon.status import Status
+
+app = typer.Typer(
+    name="tasklibd",
+    help="Run tasks. Settings come from a TOML file, credentials, TASKLIB_* variables and options; later ones win.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", envvar="TASKLIB_CONFIG", help="A TOML file.")]
+App = Annotated[
+    list[str] | None, typer.Option("--app", help="Module that defines tasks; pkg.* for all of a package's. Repeatable.")
+]
+Preload = Annotated[bool | None, typer.Option("--preload/--no-preload", help="Import the app before forking.")]
+Workers = Annotated[int | None, typer.Option("--workers", "-w", help="Processes.")]
+Concurrency = Annotated[int | None, typer.Option("--concurrency", help="Tasks at a time in each worker.")]
+Queues = Annotated[str | None, typer.Option("--queues", "-q", help="Names with commas in between; all by default.")]
+Name = Annotated[str | None, typer.Option("--name", help="Of this daemon; the host's by default.")]
+Grace = Annotated[float | None, typer.Option("--grace", help="Seconds that tasks may take to end at a stop.")]
+LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+LogFormat = Annotated[str | None, typer.Option("--log-format", help="json, console, or auto.")]
+LogFile = Annotated[Path | None, typer.Option("--log-file", help="Reopened at USR1; standard error by default.")]
+WebHost = Annotated[str | None, typer.Option("--web-host", help="Another than loopback needs a token.")]
+WebPort = Annotated[str | None, typer.Option("--web-port", help="0 for any free one, none for no web.")]
+Socket = Annotated[
+    Path | None,
+    typer.Option("--socket", envvar="TASKLIB_CONTROL_SOCKET", help="The daemon's control socket, if not the only one."),
+]
+
+
+def run() -> None:
+    try:
+        app()
+    except Exception as error:
+        if not isinstance(error, Exit) and not type(error).__module__.startswith("tasklib."):
+            raise
+        found = exit_for(error)
+        print(f"tasklibd: {redactor()(found.message)}", file=sys.stderr)  # noqa: T201 - the command's voice
+        sys.exit(found.code)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        from tasklib.version import __version__  # noqa: PLC0415 - the other commands are to be quick
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command("run")
+def run_daemon(
+    *,
+    config: ConfigFile = None, app_modules: App = None, preload: Preload = None, workers: Workers = None,
+    concurrency: Concurrency = None, queues: Queues = None, name: Name = None, grace: Grace = None,
+    log_level: LogLevel = None, log_format: LogFormat = None, log_file: LogFile = None, web_host: WebHost = None,
+    web_port: WebPort = None,
+) -> None:  # fmt: skip
+    """Run workers, keeper and web until SIGTERM."""
+    settings = _settings(locals())
+    from tasklib_daemon import logs, supervisor  # noqa: PLC0415 - the other commands are to be quick
+
+    logs.configure(settings)
+    raise typer.Exit(supervisor.run(settings))
+
+
+@app.command()
+def check(
+    *,
+    config: ConfigFile = None, app_modules: App = None, preload: Preload = None, workers: Workers = None,
+    concurrency: Concurrency = None, queues: Queues = None, name: Name = None, grace: Grace = None,
+    log_level: LogLevel = None, log_format: LogFormat = None, log_file: LogFile = None, web_host: WebHost = None,
+    web_port: WebPort = None,
+) -> None:  # fmt: skip
+    """Say whether these settings and this application would run. Needs no database; changes nothing."""
+    settings = _settings(locals())
+    from tasklib_daemon.rehearsal import rehearse  # noqa: PLC0415 - as above
+
+    tasks = rehearse(settings)
+    queues_words = ", ".join(settings.queues) if settings.queues else "all queues"
+    typer.echo(f"ok: {settings.workers} workers, {settings.concurrency} tasks each, {queues_words}")
+    typer.echo(f"tasks: {', '.join(tasks)}")
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    from tasklib.errors import InvalidConfig  # noqa: PLC0415 - as above
+    from tasklib_daemon.settings import load  # noqa: PLC0415 - as above
+
+    places = {
+        "app_modules": "app", "preload": "preload", "workers": "workers", "concurrency": "concurrency",
+        "queues": "queues", "name": "name", "grace": "grace_seconds", "log_level": "log.level",
+        "log_format": "log.format", "log_file": "log.file", "web_host": "web.host", "web_port": "web.port",
+    }  # fmt: skip
+    tables: dict[str, Any] = {}
+    for option, place in places.items():
+        section, _, key = place.rpartition(".")
+        if options[option] is not None:
+            (tables.setdefault(section, {}) if section else tables)[key] = options[option]
+    settings = load(options["config"], os.environ, tables)
+    if not settings.app:
+        raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
+    return settings
+
+
+# --- asking a daemon that runs ---
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    socket: Socket = None,
+    config: ConfigFile = None,
+) -> None:
+    """What the daemon does."""
+    reply = control.ask(_find(socket, config), "status")
+    told = {key: value for key, value in reply.items() if key != "ok"}
+    typer.echo(json.dumps(told, indent=2) if as_json else "\n".join(describe(cast("Status", told))))
+
+
+@app.command()
+def pause(socket: Socket = None, config: ConfigFile = None) -> None:
+    """Claim no more, until `resume`; what executes goes on."""
+    control.ask(_find(socket, config), "pause")
+    typer.echo("paused")
+
+
+@app.command()
+def resume(socket: Socket = None, config: ConfigFile = None) -> None:
+    """Claim again after `pause`."""
+    control.ask(_find(socket, config), "resume")
+    typer.echo("resumed")
+
+
+@app.command()
+def drain(socket: Socket = None, config: ConfigFile = None) -> None:
+    """Claim no more, finish what executes, then exit. Returns at once."""
+    control.ask(_find(socket, config), "drain")
+    typer.echo("draining")
+
+
+@app.command()
+def scale(
+    workers: Annotated[int, typer.Argument(min=1, max=control.MOST_WORKERS, help="How many there are to be.")],
+    socket: Socket = None,
+    config: ConfigFile = None,
+) -> None:
+    """Have more or fewer workers, until the daemon ends."""
+    control.ask(_find(socket, config), "scale", workers=workers)
+    typer.echo(f"scaling to {workers}")
+
+
+def _find(socket: Path | None, config: Path | None) -> Path:
+    """Named by an option; else by the settings' file; else the only one there is."""
+    named = socket if socket is not None else _named_in(config) if config is not None else None
+    return named if named is not None else control.find()
+
+
+def _named_in(config: Path) -> Path | None:
+    """Only these two lines are read: to ask a daemon, its other settings need not be right."""
+    try:
+        tables = tomllib.loads(config.read_text("utf-8"))
+    except (OSError, ValueError):
+        raise Exit(ExitCode.CONFIG, f"{config} cannot be read as TOML: see `tasklibd check`") from None
+    if "control_socket" in tables:
+        return Path(str(tables["control_socket"]))
+    return Path(str(tables["runtime_directory"])) / "control.sock" if "runtime_directory" in tables else None

@@ -1,0 +1,300 @@
+"""The daemon's logs: one line per event, as JSON, or for people on a terminal.
+
+Each process calls `configure` once, after its fork. The library's own events, the application's structlog and plain
+logging come out alike, with the id, name, queue and attempt of the task that logs. An attempt ends with one canonical
+line: it alone has an `outcome`. Secrets that the settings know, and passwords in URLs, are struck out of every line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from pydantic_core import to_json
+
+from tasklib.errors import InvalidConfig
+from tasklib_daemon.redaction import redactor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, MutableMapping
+    from pathlib import Path
+
+    from structlog.typing import Processor
+
+    from tasklib_daemon.settings import Settings
+
+    Event = MutableMapping[str, Any]
+
+OUR_LOGGERS = ("tasklib", "tasklib_daemon")
+STUCK_SECONDS = 0.2  # as long as a line waits for a reader who does not read; the next ones wait no more
+MAX_TEXT = 16 * 1024
+
+_sink: Sink | None = None
+
+
+def _hand_over(_logger: Any, _method: str, event: Event) -> tuple[tuple[str], dict[str, Any]]:
+    """From structlog to logging, with its values beside the text."""
+    exc_info = event.pop("exc_info", None)
+    values = {**event, "event": str(event.get("event", ""))}
+    return (values["event"].replace("%", "%%"),), {"extra": {"tasklib": values}, "exc_info": exc_info}
+
+
+log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+    logging.getLogger("tasklib_daemon"),
+    processors=[structlog.stdlib.filter_by_level, _hand_over],
+    wrapper_class=structlog.stdlib.BoundLogger,
+)
+"""For the daemon's own events: `log.warning("worker.killed", pid=4711)`."""
+
+
+def configure(settings: Settings, process: str = "supervisor") -> None:
+    """Send everything that is logged in this process to the one place. InvalidConfig, if the file cannot be opened."""
+    global _sink  # noqa: PLW0603 - as logging itself, one for the process
+    _sink = _sink or Sink(settings.log.file)
+    processors = _processors(settings, process, is_console=_is_console(settings))
+    handler = _Handler(_sink, processors)
+    for name in (None, *OUR_LOGGERS):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(settings.log.level.upper())
+        logger.propagate = False  # ours come out whatever an application does to the root
+    logging.captureWarnings(True)  # noqa: FBT003 - its only parameter
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.stdlib.filter_by_level, _hand_over],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def revive() -> None:
+    """After the import of an application: `logging.config` switches off the loggers that it is not told about."""
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).disabled = False
+
+
+def reopen() -> None:
+    """The file may have been renamed: go on in a new one. Safe in a signal handler."""
+    if _sink is not None:
+        _sink.reopen()
+
+
+def fileno() -> int:
+    """Where the lines go: for faulthandler, which writes by itself."""
+    return _sink.fileno() if _sink is not None else 2
+
+
+class Sink:
+    """Where lines go. A reader who does not read costs lines, never progress; how many is told afterwards."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._socket: socket.socket | None = None
+        self._is_stuck = False
+        self.dropped = 0
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._after_fork)
+        self._fd = self._open()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def reopen(self) -> None:
+        """The new file takes the place of the old one's descriptor at once: no lock is needed."""
+        if self._path is None:
+            return
+        try:
+            opened = _open_file(self._path)
+        except OSError as error:
+            self.write(f'{{"level": "error", "event": "log.not_reopened", "error": {json.dumps(error.strerror)}}}\n')
+            return
+        os.dup2(opened, self._fd, inheritable=False)
+        os.close(opened)
+
+    def write(self, line: str) -> None:
+        data = line.encode("utf-8", "backslashreplace")
+        with self._lock:
+            if self._is_stuck and self._has_room(0):
+                self._is_stuck = False
+                told, self.dropped = self.dropped, 0
+                self._send(f'{{"level": "warning", "event": "log.dropped", "lines": {told}}}\n'.encode())
+            if self._is_stuck or not self._send(data):
+                self.dropped += 1
+
+    def _send(self, data: bytes) -> bool:
+        """False: dropped, in part at least."""
+        deadline = time.monotonic() + STUCK_SECONDS
+        while data:
+            try:
+                data = data[self._put(data) :]
+            except BlockingIOError:
+                if not self._has_room(max(deadline - time.monotonic(), 0)):
+                    self._is_stuck = True
+                    return False
+            except OSError:  # nobody reads any more, or the disk is full
+                return False
+        return True
+
+    def _put(self, data: bytes) -> int:
+        return self._socket.send(data, socket.MSG_DONTWAIT) if self._socket is not None else os.write(self._fd, data)
+
+    def _has_room(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(seconds * 1000))
+
+    def _open(self) -> int:
+        if self._path is not None:
+            try:
+                return _open_file(self._path)
+            except OSError as error:
+                raise InvalidConfig(f"log.file {self._path} cannot be opened: {error.strerror}") from None
+        kind = os.fstat(2).st_mode
+        if stat.S_ISSOCK(kind):  # systemd's journal
+            self._socket = socket.socket(fileno=os.dup(2))
+        elif stat.S_ISFIFO(kind):
+            return _unblocked(2)
+        return 2
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent's may have held it
+
+
+def _open_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+
+def _unblocked(pipe: int) -> int:
+    """The pipe itself is shared with strangers, who do not expect it to be non-blocking; this way in is ours."""
+    try:
+        return os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return pipe
+
+
+class _Handler(logging.Handler):
+    """It has nothing to close: an application that sets up its own logging closes every handler that it finds."""
+
+    def __init__(self, sink: Sink, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
+        super().__init__()
+        self._sink = sink
+        self._processors = tuple(processors)
+
+    def createLock(self) -> None:  # noqa: N802 - logging's name
+        self.lock = None  # the sink has its own
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            event: Any = _event_of(record)
+            for process in self._processors:
+                event = process(None, record.levelname.lower(), event)
+            self._sink.write(event)
+        except Exception:  # noqa: BLE001 - a line that cannot be written must not end who logs it
+            self.handleError(record)
+
+
+def _event_of(record: logging.LogRecord) -> Event:
+    """As structlog sees it: the library's events and structlog's carry their values, others have a text alone."""
+    values = record.__dict__.get("tasklib")
+    event: Event = dict(values) if isinstance(values, dict) else {"event": record.getMessage()}
+    if values is None:
+        event.update(structlog.contextvars.get_contextvars())
+    event["logger"] = record.name
+    event["timestamp"] = record.created
+    if record.exc_info:
+        event["exc_info"] = record.exc_info
+    return event
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+    if error is not None and not issubclass(kind, KeyboardInterrupt | SystemExit):
+        log.critical("process.failed", exc_info=(kind, error, trace))
+
+
+# --- what happens to a line ---
+
+
+def _processors(settings: Settings, process: str, *, is_console: bool) -> list[Callable[[Any, str, Any], Any]]:
+    about = {"process": process, "process_id": os.getpid()}
+    return [
+        _canonical,
+        structlog.processors.format_exc_info,
+        _in_order(about),
+        _console if is_console else _json,
+        _redacting(settings.secrets()),
+    ]
+
+
+def _is_console(settings: Settings) -> bool:
+    is_terminal = settings.log.file is None and os.isatty(2)
+    return settings.log.format == "console" or (settings.log.format == "auto" and is_terminal)
+
+
+def _canonical(_logger: Any, _method: str, event: Event) -> Event:
+    """The line that ends an attempt. A task that was given back unrun had none."""
+    noun, _, verb = str(event.get("event")).partition(".")
+    if noun == "task" and "attempt" in event and "seconds" in event and verb != "released":
+        event["outcome"] = verb
+    return event
+
+
+def _in_order(about: Event) -> Processor:
+    def in_order(_logger: Any, method: str, event: Event) -> Event:
+        moment = datetime.fromtimestamp(event.pop("timestamp"), UTC).isoformat(timespec="milliseconds")
+        first = {"timestamp": moment.replace("+00:00", "Z"), "level": method, "event": event.pop("event")}
+        logger = event.pop("logger")
+        last = about if logger in OUR_LOGGERS else {"logger": logger, **about}
+        return {**first, **{key: _bounded(value) for key, value in event.items() if value is not None}, **last}
+
+    return in_order
+
+
+def _bounded(value: Any) -> Any:
+    return value[:MAX_TEXT] + "..." if type(value) is str and len(value) > MAX_TEXT else value
+
+
+def _redacting(secrets: Iterable[str]) -> Callable[[Any, str, str], str]:
+    redact = redactor(secrets)
+    return lambda _logger, _method, line: redact(line)
+
+
+def _json(_logger: Any, _method: str, event: Event) -> str:
+    return to_json(event, fallback=repr, inf_nan_mode="strings").decode() + "\n"
+
+
+_COLOURS = {"warning": "33", "error": "31", "critical": "31"}
+
+
+def _console(_logger: Any, _method: str, event: Event) -> str:
+    """Time, level, event, then the values. What is not printable is written out: a log must not steer a terminal."""
+    values = dict(event)
+    moment, level, name = values.pop("timestamp"), values.pop("level"), values.pop("event")
+    trace = values.pop("exception", None)
+    has_colour = os.isatty(2) and "NO_COLOR" not in os.environ
+    words = " ".join(f"{key}={_shown(value)}" for key, value in values.items())
+    line = f"{moment[11:-1]} {level:<8} {_printable(str(name))} {words}"
+    colour = _COLOURS.get(level) if has_colour else None
+    coloured = f"\x1b[{colour}m{line}\x1b[0m" if colour else line
+    indented = "".join(f"    {_printable(each)}\n" for each in str(trace).splitlines()) if trace else ""
+    return f"{coloured}\n{indented}"
+
+
+def _shown(value: Any) -> str:
+    text = _printable(value if isinstance(value, str) else str(value))
+    return json.dumps(text, ensure_ascii=False) if not text or " " in text else text
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

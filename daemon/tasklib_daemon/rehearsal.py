@@ -1,0 +1,88 @@
+"""Importing the application to see whether it can be, in a process of its own: it may do or leave anything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from tasklib.registry import default_registry
+from tasklib_daemon.exits import Exit, ExitCode, exit_for
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from tasklib_daemon.settings import Settings
+
+
+def rehearse(settings: Settings) -> list[str]:
+    """The names of its tasks. Exit, with one line about what is wrong with it."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ours)
+        _import_and_tell(settings, theirs)
+    os.close(theirs)
+    told = _read(ours, settings.boot_seconds)
+    ended = _end(pid, is_late=told is None)
+    if told is None:
+        raise Exit(ExitCode.IMPORT, f"the import of {_names(settings)} takes longer than {settings.boot_seconds:g} s")
+    try:
+        code, message, tasks = json.loads(told)
+    except ValueError:
+        raise Exit(ExitCode.IMPORT, f"the import of {_names(settings)} ended its process: {ended}") from None
+    if code:
+        raise Exit(ExitCode(code), message)
+    if not tasks:
+        raise Exit(ExitCode.IMPORT, f"{_names(settings)} can be imported, but defines no tasks")
+    return list(tasks)
+
+
+def _import_and_tell(settings: Settings, pipe: int) -> NoReturn:
+    told: tuple[int, str, list[str]]
+    try:
+        os.setpgid(0, 0)
+        settings.import_app()
+        told = (0, "", sorted(function.name for function in default_registry))
+    except BaseException as error:  # noqa: BLE001 - told to who asked
+        found = exit_for(error)
+        told = (int(found.code), found.message, [])
+    with contextlib.suppress(OSError):
+        os.write(pipe, json.dumps(told).encode() + b"\n")
+    os._exit(0)
+
+
+def _read(pipe: int, seconds: float) -> bytes | None:
+    """Up to the end of the line; None: it did not come in time."""
+    deadline = time.monotonic() + seconds
+    told = b""
+    try:
+        while not told.endswith(b"\n"):
+            if not select.select([pipe], [], [], max(deadline - time.monotonic(), 0))[0]:
+                return None
+            chunk = os.read(pipe, 65536)
+            if not chunk:
+                break
+            told += chunk
+    finally:
+        os.close(pipe)
+    return told
+
+
+def _end(pid: int, *, is_late: bool) -> str:
+    """Also what it has started. How it ended, in words."""
+    if is_late:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _names(settings: Settings) -> str:
+    return ", ".join(settings.app)

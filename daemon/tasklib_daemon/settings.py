@@ -1,0 +1,452 @@
+"""One validated settings object, from a TOML file, the environment, a credentials directory and command line options.
+
+Later sources win: file, credentials, environment, options. Every field of `tasklib.Config` is a setting under its own
+name; `[sections]` group the others. No value is ever in an error: any of them may be a secret in the wrong place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import ipaddress
+import os
+import pkgutil
+import re
+import secrets
+import socket
+import sys
+import tempfile
+import tomllib
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from tasklib.config import Config
+from tasklib.errors import InvalidConfig, InvalidOptions, TaskNotRegistered
+from tasklib.names import check_queue
+from tasklib.registry import discover
+from tasklib_daemon.exits import Exit, ExitCode, one_line
+from tasklib_daemon.redaction import redactor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+PREFIX = "TASKLIB_"
+SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: database_url, listen_database_url, web_token
+MIN_TOKEN_CHARACTERS = 16
+MAX_SOCKET_PATH_BYTES = 100  # 104 on macOS and 108 on Linux, the final zero included
+LONGEST_SOCKET_NAME = "wake-9999-99999999"
+
+
+def _split(given: Any) -> Any:
+    """`a,b` where a list cannot be written: in the environment and on the command line."""
+    return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Web(Section):
+    """`/livez`, `/readyz` and `/status`. An address that others can reach needs a token."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] | None = 8642  # 0: any free one; None: no web child
+    token: SecretStr | None = None
+    public_probes: bool = False  # /livez and /readyz answer in one word to who has no token
+
+    @field_validator("token")
+    @classmethod
+    def _is_hard_to_guess(cls, token: SecretStr | None) -> SecretStr | None:
+        text = token.get_secret_value() if token is not None else None
+        if text is not None and (len(text) < MIN_TOKEN_CHARACTERS or not re.fullmatch(r"[!-~]*", text)):
+            raise ValueError(f"must have at least {MIN_TOKEN_CHARACTERS} ASCII characters, none of them a space")
+        return token
+
+    @property
+    def is_loopback(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
+    file: Path | None = None  # None: standard error
+
+
+class Recycle(Section):
+    """A worker that reaches one of these is replaced. None: never."""
+
+    max_tasks: Count | None = None
+    max_age_seconds: Seconds | None = None
+    max_memory_mb: Count | None = None
+
+
+class Restart(Section):
+    """How long a slot waits after a death, and when the daemon calls itself unhealthy."""
+
+    first_seconds: Seconds = 0.1
+    longest_seconds: Seconds = 30.0
+    crash_loop_deaths: Count = 5
+    crash_loop_seconds: Seconds = 60.0
+
+
+class Retention(Section):
+    """How long the janitor keeps what is finished. None: for ever. Buried tasks are always kept."""
+
+    completed_days: Seconds | None = 30.0
+    failed_days: Seconds | None = 90.0
+    heartbeats_hours: Seconds | None = 24.0
+    states_days: Seconds | None = 7.0
+
+
+class Settings(Section):
+    """Made by `load`."""
+
+    library: Config
+    app: Names = ()
+    preload: bool = False
+    workers: Annotated[int, Field(ge=1, le=1000)] = 2
+    concurrency: Annotated[int, Field(ge=1, le=10000)] = 10
+    queues: Names | None = None
+    poll_interval_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
+    buffer_size: Annotated[int, Field(ge=0)] | None = None
+    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    name: Annotated[str, Field(min_length=1, max_length=200)] = Field(default_factory=socket.gethostname)
+    runtime_directory: Path
+    control_socket: Path
+    boot_seconds: Seconds = 60.0
+    hang_seconds: Seconds = 15.0
+    stall_seconds: Seconds = 60.0
+    snapshot_seconds: Seconds = 5.0
+    election_ttl_seconds: Annotated[float, Field(gt=0, lt=5)] = 4.0
+    web: Web = Web()
+    log: Log = Log()
+    recycle: Recycle = Recycle()
+    restart: Restart = Restart()
+    retention: Retention = Retention()
+
+    def config(self) -> Config:
+        """What the library is to know. Workers make their ids from the daemon's name."""
+        return replace(self.library, worker_id=self.name)
+
+    def secrets(self) -> tuple[str, ...]:
+        """What must not be seen anywhere, longest first."""
+        urls = [self.library.database_url, self.library.listen_database_url or ""]
+        token = self.web.token.get_secret_value() if self.web.token is not None else ""
+        found = {token, *(password for url in urls for password in _passwords(url))}
+        return tuple(sorted(found - {""}, key=len, reverse=True))
+
+    def import_app(self) -> None:
+        """Import the task modules; `pkg.*` means the package and every module in it."""
+        if not self.app:
+            raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
+        redact = redactor(self.secrets())
+        for module in self.app:
+            _import(module, redact)
+
+    def make_runtime_directory(self) -> None:
+        """For this user alone. One that is there already must be so, too."""
+        try:
+            self.runtime_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = self.runtime_directory.stat()
+        except OSError as error:
+            raise InvalidConfig(f"runtime_directory {self.runtime_directory}: {error.strerror}") from None
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise InvalidConfig(
+                f"runtime_directory {self.runtime_directory} must belong to the daemon's user, "
+                f"and nobody else may write to it (chmod 700)"
+            )
+
+    @field_validator("queues")
+    @classmethod
+    def _queues_have_good_names(cls, queues: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if queues is not None and not queues:
+            raise ValueError("is empty: leave it out for every queue")
+        try:
+            return queues and tuple(check_queue(queue) for queue in queues)
+        except InvalidOptions as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("web")
+    @classmethod
+    def _others_need_a_token(cls, web: Web) -> Web:
+        if web.port is not None and not web.is_loopback and web.token is None:
+            raise ValueError(
+                "a host that is not loopback needs a token: put one in the credential web_token or TASKLIB_WEB_TOKEN"
+            )
+        return web
+
+    @field_validator("runtime_directory", "control_socket")
+    @classmethod
+    def _fits_a_socket_address(cls, path: Path, info: Any) -> Path:
+        path = path.absolute()
+        longest = path / LONGEST_SOCKET_NAME if info.field_name == "runtime_directory" else path
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError("is too long for the address of a Unix socket: choose a shorter path")
+        return path
+
+
+def load(
+    path: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """`overrides` has the shape of the file. InvalidConfig says everything that is wrong, in one line."""
+    given = {
+        **(_from_file(path) if path is not None else {}),
+        **_from_credentials(environment),
+        **_from_environment(environment),
+        **_from_tables(overrides or {}, "options"),
+    }
+    directory = given.setdefault("runtime_directory", _Given(default_runtime_directory(environment), "default"))
+    given.setdefault("control_socket", _Given(Path(str(directory.value)) / "control.sock", "default"))
+    library = {key: one.value for key, one in given.items() if key in LIBRARY_KEYS}
+    rest = {key: one.value for key, one in given.items() if key not in LIBRARY_KEYS}
+    try:
+        return Settings(library=_config(library, environment, given), **_nested(rest))
+    except ValidationError as error:
+        lines = [_line(".".join(map(str, e["loc"])), e["msg"], given) for e in error.errors(include_input=False)]
+        raise InvalidConfig("; ".join(lines)) from None
+
+
+def default_runtime_directory(environment: Mapping[str, str]) -> Path:
+    """Named here, made by the supervisor."""
+    if environment.get("RUNTIME_DIRECTORY"):  # systemd's; it may name several
+        return Path(environment["RUNTIME_DIRECTORY"].split(":")[0])
+    if environment.get("XDG_RUNTIME_DIR"):
+        return Path(environment["XDG_RUNTIME_DIR"]) / f"tasklibd-{os.getpid()}"
+    # In a directory that all may write to, a name that nobody can take before us.
+    return Path(tempfile.gettempdir()) / f"tasklibd-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+# --- where values come from ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    value: Any
+    origin: str
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise InvalidConfig(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        where = re.search(r"\(at .*\)$", str(error))
+        raise InvalidConfig(f"{path} is not TOML: there is a mistake {where[0] if where else 'in it'}") from None
+    return _from_tables(tables, str(path))
+
+
+def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
+    """One file for each secret. Other files are the application's, unless they look like ours misspelt."""
+    directory = environment.get("CREDENTIALS_DIRECTORY")
+    if not directory:
+        return {}
+    names = {key.replace(".", "_"): key for key in SECRETS}
+    found = {}
+    try:
+        for file in Path(directory).iterdir():
+            if file.name in names:
+                found[names[file.name]] = _Given(file.read_text("utf-8").strip(), f"credential {file.name}")
+            elif nearest := difflib.get_close_matches(file.name, names, 1, cutoff=0.8):
+                raise InvalidConfig(f"unknown credential {file.name} in {directory}: did you mean {nearest[0]}?")
+    except OSError as error:
+        raise InvalidConfig(f"credentials in {directory} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidConfig(f"a credential in {directory} is not text") from None
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
+    known = {PREFIX + key.replace(".", "_").upper(): key for key in KEYS}
+    found = {}
+    for name, value in environment.items():
+        if not name.startswith(PREFIX) or _is_not_ours(name, value):
+            continue
+        if name not in known:
+            raise InvalidConfig(f"unknown variable {name}: {_hint(name, {each: each for each in known})}")
+        if value:
+            found[known[name]] = _Given(_no_value(known[name], value), name)
+    return found
+
+
+# For other parts (the command line, the tests, the daemon's mark on its processes); and what Kubernetes tells every
+# container about a service that is called tasklib or tasklib-web.
+_OTHER_VARIABLES = re.compile(
+    r"TASKLIB_(CONFIG|PG_BIN|DAEMON_\w*|TEST_\w*|MODEL_\w*|(\w+_)?SERVICE_(HOST|PORT)\w*|\w*PORT_\d+_\w+)"
+)
+_LINK = re.compile(r"(tcp|udp|sctp)://")
+
+
+def _is_not_ours(name: str, value: str) -> bool:
+    return bool(_OTHER_VARIABLES.fullmatch(name) or _LINK.match(value))
+
+
+def _from_tables(tables: Mapping[str, Any], origin: str) -> dict[str, _Given]:
+    found = {}
+    for key, value in _flat(tables):
+        if key in SECTIONS:
+            raise InvalidConfig(f"{key} ({origin}) is a section: write [{key}], and its settings below")
+        if key not in KEYS:
+            leaves = {each: each for each in KEYS} | {each.partition(".")[2]: each for each in KEYS if "." in each}
+            raise InvalidConfig(f"unknown setting {key} ({origin}): {_hint(key, leaves)}")
+        found[key] = _Given(_no_value(key, value), origin)
+    return found
+
+
+def _flat(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """`web.port`, 8642. A section that is none stays whole: its name is the mistake."""
+    for key, value in tables.items():
+        if key in SECTIONS and isinstance(value, dict):
+            yield from ((f"{key}.{name}", each) for name, each in value.items())
+        else:
+            yield key, value
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tables.setdefault(section, {}) if section else tables)[name] = value
+    return tables
+
+
+def _no_value(key: str, value: Any) -> Any:
+    """TOML and the environment have no word for None; "none" is ours."""
+    is_none = isinstance(value, str) and value.lower() == "none" and NoneType in get_args(KEYS[key])
+    return None if is_none else value
+
+
+def _hint(name: str, candidates: Mapping[str, str]) -> str:
+    nearest = difflib.get_close_matches(name, [*candidates, *SECTIONS], 1, cutoff=0.5)
+    return f"did you mean {candidates.get(nearest[0], nearest[0])}?" if nearest else "there is nothing like it"
+
+
+# --- the library's part ---
+
+
+def _config(values: Mapping[str, Any], environment: Mapping[str, str], given: Mapping[str, _Given]) -> Config:
+    url = values.get("database_url") or _url_of_others(environment)
+    for key, one in {"database_url": url, "listen_database_url": values.get("listen_database_url")}.items():
+        _check_url(key, one, given)
+    try:
+        return Config(**{**values, "database_url": url})
+    except InvalidConfig as error:
+        text = re.sub(r"Config\.(\w+)(?=: )", lambda found: _place(found[1], given), str(error))
+        raise InvalidConfig(text) from None
+
+
+def _url_of_others(environment: Mapping[str, str]) -> str:
+    """When nothing names the daemon's own database: DATABASE_URL, which other programs read too, then PG*."""
+    url = environment.get("DATABASE_URL", "")
+    if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
+        raise InvalidConfig(
+            "no database is configured: put its URL in the credential database_url, in TASKLIB_DATABASE_URL, "
+            "DATABASE_URL or the file's database_url, or set libpq's PG* variables"
+        )
+    return url
+
+
+def _check_url(key: str, url: Any, given: Mapping[str, _Given]) -> None:
+    """Libpq's own words would quote what may be a password."""
+    try:
+        conninfo_to_dict(_plain(url) if isinstance(url, str) else "")
+    except ProgrammingError:
+        wanted = "must be a libpq URL (postgresql://user@host/database) or a key=value string"
+        raise InvalidConfig(f"{_place(key, given)} {wanted}") from None
+
+
+def _passwords(url: str) -> Iterator[str]:
+    """As it is given, and as it is sent."""
+    with contextlib.suppress(ProgrammingError):
+        yield str(conninfo_to_dict(_plain(url)).get("password") or "")
+    written = re.match(r"\w+://[^:/@]*:([^@]*)@", url)
+    yield written[1] if written else ""
+    yield os.environ.get("PGPASSWORD", "")
+
+
+def _plain(url: str) -> str:
+    """Without the driver that SQLAlchemy has in its URLs."""
+    return re.sub(r"^(postgres(?:ql)?)\+\w+(?=://)", r"\1", url)
+
+
+def _line(key: str, message: str, given: Mapping[str, _Given]) -> str:
+    return f"{_place(key, given)}: {message.removeprefix('Value error, ')}"
+
+
+def _place(key: str, given: Mapping[str, _Given]) -> str:
+    origin = given[key].origin if key in given else None
+    return key if origin is None else f"{key} ({origin})"
+
+
+# --- the application's part ---
+
+
+def _import(name: str, redact: Callable[[str], str]) -> None:
+    package, star, _ = name.partition(".*")
+    try:
+        discover([package])
+        if star:
+            discover(_modules_in(package))
+    except TaskNotRegistered as error:
+        raise Exit(ExitCode.IMPORT, f"cannot import {name}: {error}") from None
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        place = _place_in_app(error)
+        raise Exit(ExitCode.IMPORT, redact(f"cannot import {name}: {one_line(error)}{place}")) from error
+
+
+def _modules_in(package: str) -> Iterator[str]:
+    paths = getattr(importlib.import_module(package), "__path__", None)
+    for found in pkgutil.iter_modules(paths, f"{package}.") if paths is not None else ():
+        if not found.name.endswith(".__main__"):
+            yield found.name
+            yield from _modules_in(found.name) if found.ispkg else ()
+
+
+def _place_in_app(error: BaseException) -> str:
+    """The innermost line of a file that is not part of importing."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}, line {error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    ours = {__file__, importlib.__file__, sys.modules[discover.__module__].__file__}
+    theirs = [frame for frame in frames if frame.filename not in ours]
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+
+
+# --- what there is ---
+
+
+def _kinds() -> Iterator[tuple[str, Any]]:
+    for name, about in Settings.model_fields.items():
+        if name == "library":
+            fields = Config.__pydantic_fields__  # type: ignore[attr-defined]
+            yield from ((each, field.annotation) for each, field in fields.items() if each != "worker_id")
+        elif isinstance(about.annotation, type) and issubclass(about.annotation, Section):
+            yield from ((f"{name}.{each}", field.annotation) for each, field in about.annotation.model_fields.items())
+        else:
+            yield name, about.annotation
+
+
+KEYS: dict[str, Any] = dict(_kinds())  # every setting, with its kind
+LIBRARY_KEYS = frozenset(Config.__pydantic_fields__) - {"worker_id"}  # type: ignore[attr-defined]
+SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)

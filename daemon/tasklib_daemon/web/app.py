@@ -1,0 +1,122 @@
+"""What is told over HTTP: `/livez`, `/readyz` and `/status`, as an ASGI application.
+
+It knows nothing but the last status that the supervisor pushed, and how long ago: the database is never asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tasklib_daemon.status import why_not_live, why_not_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+
+    from tasklib_daemon.settings import Web
+    from tasklib_daemon.status import Status
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+PROBES = frozenset({"/livez", "/readyz"})
+
+
+class Heard:
+    """The last status, and when it came. Before the first one, the age counts from the start."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+        self.status: Status = {}
+
+    def take(self, status: Status) -> None:
+        self.status = status
+        self._at = self._clock()
+
+    @property
+    def age_seconds(self) -> float:
+        return self._clock() - self._at
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    code: int
+    body: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HealthApp:
+    def __init__(self, web: Web, heard: Heard) -> None:
+        self._heard = heard
+        self._host = web.host
+        self._token = web.token.get_secret_value().encode() if web.token is not None else None
+        self._has_public_probes = web.public_probes
+        self._pages = {"/livez": self._livez, "/readyz": self._readyz, "/status": self._status}
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        answer = self.answer(scope["method"], scope["path"], dict(scope["headers"]))
+        body = json.dumps(answer.body, default=str).encode() + b"\n"
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
+        pairs = [(name.encode(), value.encode()) for name, value in (headers | dict(answer.headers)).items()]
+        await send({"type": "http.response.start", "status": answer.code, "headers": pairs})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    def answer(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Answer:
+        if not self._is_host_known(headers.get(b"host", b"")):
+            return Answer(421, {"error": "this server is asked by its address, or as localhost"})
+        is_known = self._may_see(headers.get(b"authorization", b""))
+        is_probe = self._has_public_probes and path in PROBES
+        if not is_known and not is_probe:
+            return Answer(401, {"error": "say Authorization: Bearer TOKEN"}, {"www-authenticate": "Bearer"})
+        if path not in self._pages:
+            return Answer(404, {"error": f"there are {', '.join(self._pages)}"})
+        if method not in {"GET", "HEAD"}:
+            return Answer(405, {"error": "only GET"}, {"allow": "GET, HEAD"})
+        answer = self._pages[path]()
+        return answer if is_known else Answer(answer.code, {"ok": answer.body["ok"]})
+
+    def _is_host_known(self, host: bytes) -> bool:
+        """Without a token, a page of the world that has its name point here could read along in a browser."""
+        if self._token is not None or not host:
+            return True
+        name = host.decode("latin-1").rpartition(":")[0] if _has_port(host) else host.decode("latin-1")
+        try:
+            return ipaddress.ip_address(name.strip("[]")).is_loopback
+        except ValueError:
+            return name.lower() in {"localhost", self._host.lower()}
+
+    def _may_see(self, authorization: bytes) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = authorization.partition(b" ")
+        is_equal = hmac.compare_digest(given.strip(), self._token)  # takes as long for a near miss as for a far one
+        return is_equal and scheme.lower() == b"bearer"
+
+    # --- the pages ---
+
+    def _livez(self) -> Answer:
+        return _verdict(why_not_live(self._heard.age_seconds))
+
+    def _readyz(self) -> Answer:
+        return _verdict(why_not_ready(self._heard.status, self._heard.age_seconds))
+
+    def _status(self) -> Answer:
+        if not self._heard.status:
+            return Answer(503, {"error": "the supervisor has not told anything yet"})
+        return Answer(200, {**self._heard.status, "age_seconds": round(self._heard.age_seconds, 3)})
+
+
+def _verdict(reasons: list[str]) -> Answer:
+    return Answer(503, {"ok": False, "reasons": reasons}) if reasons else Answer(200, {"ok": True})
+
+
+def _has_port(host: bytes) -> bool:
+    return b":" in host and not host.endswith(b"]")

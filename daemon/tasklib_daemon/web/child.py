@@ -1,0 +1,87 @@
+"""The web child's loop: takes the supervisor's statuses, and answers with them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from tasklib_daemon import logs
+from tasklib_daemon.exits import Exit, ExitCode
+from tasklib_daemon.logs import log
+from tasklib_daemon.web.app import HealthApp, Heard
+from tasklib_daemon.web.server import Server
+
+if TYPE_CHECKING:
+    from tasklib_daemon.channel import Channel
+    from tasklib_daemon.settings import Settings
+
+TRY_AGAIN_SECONDS = 0.5
+HOPELESS = frozenset({errno.EACCES, errno.EPERM})
+
+
+def run(settings: Settings, channel: Channel) -> None:
+    try:
+        asyncio.run(_WebChild(settings, channel).run())
+    except Exit as failed:
+        channel.send({"say": "failed", "code": int(failed.code), "message": failed.message})
+        sys.exit(failed.code)
+
+
+class _WebChild:
+    def __init__(self, settings: Settings, channel: Channel) -> None:
+        self._web = settings.web
+        self._channel = channel
+        self._heard = Heard()
+        self._server = Server(HealthApp(settings.web, self._heard))
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, logs.reopen)
+        loop.add_reader(self._channel.fileno(), self._hear)
+        port = await self._try_to_listen()
+        self._channel.send({"say": "ready", "port": port})
+        while port is None and not self._stop.is_set():
+            await self._pause(TRY_AGAIN_SECONDS)
+            port = await self._try_to_listen(is_first=False)
+        await self._stop.wait()
+        await self._server.close()
+
+    def _hear(self) -> None:
+        for message in self._channel.receive(0):
+            if message["say"] == "status":
+                self._heard.take({key: value for key, value in message.items() if key != "say"})  # type: ignore[arg-type]
+        if self._channel.is_closed:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._stop.set()
+
+    async def _try_to_listen(self, *, is_first: bool = True) -> int | None:
+        """The port may be taken, also by the web child that this one replaces: the tasks do not wait for it."""
+        where = f"{self._web.host}:{self._web.port}"
+        try:
+            port = await self._server.listen(self._web.host, self._web.port or 0)
+        except socket.gaierror as error:
+            raise Exit(ExitCode.CONFIG, f"web.host {self._web.host} cannot be found: {error.strerror}") from None
+        except OSError as error:
+            if error.errno in HOPELESS:
+                raise Exit(ExitCode.CONFIG, f"web: cannot listen on {where}: {error.strerror}") from None
+            if is_first:
+                log.warning(
+                    "web.waiting", address=where, error=error.strerror, consequence="tried again until it works"
+                )
+            return None
+        log.info("web.listening", host=self._web.host, port=port)
+        return port
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            pass
