@@ -123,7 +123,8 @@ def test(options: list[str]) -> int:
 
 
 def test_on_18() -> int:
-    return run_all(("suite on PostgreSQL 18", [PYTHON, "-m", "pytest", "--durations=10"]))
+    suite: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "--ignore=tests/acceptance"]
+    return run_all(("suite on PostgreSQL 18", suite))
 
 
 def coverage(options: list[str]) -> int:
@@ -137,8 +138,10 @@ def coverage(options: list[str]) -> int:
 
 
 def beside(_options: list[str]) -> int:
-    """What runs at the same time as the suite on 18: much of either is waiting."""
-    return test_on_15() or run_all(("mutants", [PYTHON, "tests/mutants.py", "--quick"]))
+    """What runs at the same time as the rest of the suite on 18: much of either is waiting."""
+    acceptance: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "tests/acceptance"]
+    failed = run_all(("acceptance on PostgreSQL 18", acceptance))
+    return failed or test_on_15() or run_all(("mutants", [PYTHON, "tests/mutants.py", "--quick"]))
 
 
 def test_on_15() -> int:
