@@ -1,22 +1,343 @@
-"""The child that keeps the daemon's house: crash reports, leases, duties for the cluster, and the bell."""
+"""The keeper: the child that keeps house for its daemon, and, when elected, for all of them.
+
+For its daemon, always: it recovers what workers held that died, renews the leases of those that are alive, listens and
+rings the bell, and writes snapshots. When elected: it reaps, expires, prunes, and says which tasks nobody serves. It
+runs no user code and imports none. Each loop has a connection of its own, so that none of these waits for another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
+import socket
+import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from tasklib.database import Database
+from tasklib.duties.census import Census
+from tasklib.duties.expirer import Expirer
+from tasklib.duties.janitor import DAY_SECONDS, Janitor, Retention
+from tasklib.duties.reaper import Reaper
+from tasklib.duties.rota import Rota
+from tasklib.duties.snapshots import Limits, Snapshots, WorkerState
+from tasklib.duties.statements import KeeperStatements
+from tasklib.errors import DatabaseUnavailable, TasklibError
+from tasklib.log import log
+from tasklib.statements import WorkerStatements
+from tasklib.worker.claimer import CLAIM_LIMIT
+from tasklib.worker.listener import Listener
+from tasklib.worker.loop import Loop
+from tasklib.worker.session import Session
+from tasklib_daemon.bell import Bell
+from tasklib_daemon.crashes import CrashReport, Recoveries
+from tasklib_daemon.election import Election, WhenElected
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Callable, Iterator
+    from uuid import UUID
+
+    from tasklib_daemon.channel import Channel
+    from tasklib_daemon.settings import Settings
+
+Message = dict[str, Any]
+
+TICK_SECONDS = 1.0
+FRESH_SECONDS = 5.0  # what the supervisor said of its workers; it says so every second
+ANSWER_SECONDS = 5.0  # the database has answered lately: the election asks every second or so
+CENSUS_SECONDS = 10.0  # also before the first: workers that have just started have to register
+DRAIN_SECONDS = 5.0  # for reports that wait, when it is told to stop
+STOP_SECONDS = 2.0  # for each loop
+HOUR_SECONDS = 3600.0
 
 
-def run(settings: Any, channel: Any) -> None:
-    """Until SIGTERM."""
-    stopped: list[int] = []
+def run(settings: Settings, channel: Channel) -> None:
+    """Until SIGTERM, or until there is no supervisor any more. Reports that wait are dealt with first, unless a second
+    SIGTERM comes.
+    """
+    with _stop_signals() as signals, contextlib.closing(Keeper(settings, channel.send)) as keeper:
+        keeper.start()
+        while not signals.count and not channel.is_closed:
+            signals.wait(channel, TICK_SECONDS)
+            keeper.hear(channel.receive(0))
+            keeper.tick()
+        until = time.monotonic() + DRAIN_SECONDS
+        while keeper.is_recovering and signals.count == 1 and time.monotonic() < until:
+            signals.wait(channel, 0.05)
+            keeper.hear(channel.receive(0))
 
-    def note(signum: int, _frame: FrameType | None) -> None:
-        stopped.append(signum)
 
-    signal.signal(signal.SIGTERM, note)
-    channel.send({"say": "ready"})
-    while not stopped:
-        signal.pause()
+class Keeper:
+    """The parts of a keeper, and what they tell each other and the supervisor."""
+
+    def __init__(self, settings: Settings, send: Callable[[Message], None]) -> None:
+        config = self._config = settings.config()
+        self._send = send
+        self._workers: list[Message] = []
+        self._workers_told = -FRESH_SECONDS
+        self._is_ready = False
+        self._told: tuple[float, Message] = (0.0, {})
+        self._boot = _Boot(Database(config), self._booted)
+        self._bell = Bell(settings.runtime_directory)
+        statements, own_statements = WorkerStatements(config), KeeperStatements(config)
+        self._sessions = {
+            "duties": Session(config, "duties", settings="-c lock_timeout=2s"),
+            "crashes": Session(config, "crashes", settings="-c lock_timeout=500ms"),
+            "history": Session(config, "history", settings="-c lock_timeout=2s"),
+            "listen": Session(config, "listen"),
+        }
+        duties, history = self._sessions["duties"], self._sessions["history"]
+        self.election = Election(
+            duties, own_statements, name="duties", holder=f"{settings.name}-{uuid4()}",
+            ttl_seconds=settings.election_ttl_seconds,
+        )  # fmt: skip
+        self.recoveries = Recoveries(
+            config, self._sessions["crashes"], statements, own_statements, self._tell_recovered
+        )
+        keep_dead = settings.retention.heartbeats_hours
+        reaper = Reaper(
+            config, duties, statements, keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS
+        )
+        self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
+        self._listener = Listener(
+            self._sessions["listen"], settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel
+        )
+        self._loops = {
+            "crashes": Loop("crashes", self.recoveries),
+            "listen": Loop("listen", self._listener),
+            "duties": Loop("duties", Rota([
+                self.election,
+                _Renewals(duties, own_statements, self._alive, config.lease_seconds),
+                WhenElected(self.election, reaper),
+                WhenElected(self.election, Expirer(duties, statements)),
+                WhenElected(self.election, self._census, after_seconds=CENSUS_SECONDS),
+            ])),
+            "history": Loop("history", Rota([
+                Snapshots(
+                    history, own_statements, _limits(settings), take=self._states,
+                    every_seconds=settings.snapshot_seconds,
+                ),
+                WhenElected(self.election, Janitor(history, own_statements, _retention(settings))),
+            ])),
+        }  # fmt: skip
+        self._boot_loop = Loop("boot", self._boot)
+
+    # --- coming and going ---
+
+    def start(self) -> None:
+        """The loops begin when the schema has been seen to fit; a database that is away is waited for."""
+        self._boot_loop.start()
+
+    def _booted(self) -> None:
+        for loop in self._loops.values():
+            loop.start()
+        log.info("keeper.started")
+
+    @property
+    def is_recovering(self) -> bool:
+        return self.recoveries.is_waiting
+
+    def close(self) -> None:
+        self._boot_loop.stop()  # first: it is who starts the others
+        self._boot_loop.join(STOP_SECONDS)
+        loops = [loop for loop in self._loops.values() if loop.is_alive()]
+        for loop in loops:
+            loop.stop()
+        for loop in loops:
+            loop.join(STOP_SECONDS)
+        if not any(loop.is_alive() for loop in loops):
+            self._leave()
+        log.info("keeper.stopped")
+
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):  # then its term runs out by itself
+            self.election.resign()
+        for session in self._sessions.values():
+            session.close()
+        self._bell.close()
+
+    # --- what it hears ---
+
+    def hear(self, messages: list[Message]) -> None:
+        for message in messages:
+            try:
+                self._hear(message)
+            except (KeyError, TypeError, ValueError) as error:
+                log.error("message.nonsense", say=str(message.get("say")), error=f"{type(error).__name__}: {error}")
+
+    def _hear(self, message: Message) -> None:
+        match message["say"]:
+            case "died":
+                self.recoveries.add(CrashReport.from_json(message["report"]))
+                self._loops["crashes"].wake()
+            case "workers":
+                self._workers = [each for each in message["workers"] if each.get("worker_id")]
+                self._workers_told = time.monotonic()
+
+    def _fresh_workers(self) -> list[Message]:
+        """Nothing, if the supervisor has fallen silent: nobody knows then who is alive."""
+        return self._workers if time.monotonic() - self._workers_told < FRESH_SECONDS else []
+
+    def _alive(self) -> list[str]:
+        return [each["worker_id"] for each in self._fresh_workers() if not each.get("is_hung")]
+
+    def _states(self) -> list[WorkerState]:
+        return [_state(each) for each in self._fresh_workers()]
+
+    # --- what it tells ---
+
+    def tick(self) -> None:
+        """Every second, and when something has changed. Raises what makes it impossible to go on."""
+        if self._boot.error is not None:
+            raise self._boot.error
+        if not self._boot.has_tried:
+            return
+        if not self._is_ready:
+            self._is_ready = True
+            self._send({"say": "ready"})
+        state = self._state()
+        told_at, told = self._told
+        if state != told or time.monotonic() - told_at >= TICK_SECONDS:
+            self._told = (time.monotonic(), state)
+            self._send(state)
+
+    def _state(self) -> Message:
+        return {
+            "say": "state",
+            "database": time.monotonic() - self.election.answered < ANSWER_SECONDS,
+            "listening": self._listener.is_heard,
+            "elected": self.election.is_held(),
+            "unserved": self._census.unserved if self.election.is_held() else [],
+        }
+
+    def _tell_recovered(self, report: CrashReport, seconds: float) -> None:
+        self._send({"say": "recovered", "worker_id": report.worker_id, "pid": report.pid, "seconds": round(seconds, 4)})
+
+    def _cancel(self, task_id: UUID) -> None:
+        self._bell.cancel(task_id)
+        self._send({"say": "cancel", "task_id": str(task_id)})
+
+
+class _Boot:
+    """Sees once whether the schema fits."""
+
+    def __init__(self, database: Database, on_fit: Callable[[], None]) -> None:
+        self._database = database
+        self._on_fit = on_fit
+        self.has_tried = False
+        self.error: TasklibError | None = None
+
+    def run_once(self) -> float | None:
+        try:
+            self._database.check_schema()
+        except DatabaseUnavailable:
+            self.has_tried = True
+            raise
+        except TasklibError as error:
+            self.error = error
+            return None
+        self._on_fit()
+        self.has_tried = True
+        return None
+
+
+class _Renewals:
+    """For workers that are alive: a task that holds the interpreter's lock keeps its own worker from renewing."""
+
+    def __init__(
+        self, session: Session, statements: KeeperStatements, alive: Callable[[], list[str]], lease_seconds: float
+    ) -> None:
+        self._session = session
+        self._statements = statements
+        self._alive = alive
+        self._pause_seconds = lease_seconds / 6
+
+    def run_once(self) -> float | None:
+        alive = self._alive()
+        renewed = self._session.run(self._statements.renew_for(alive)) if alive else []
+        if renewed:
+            log.warning("workers.silent", worker_ids=renewed, consequence="the keeper has renewed their leases")
+        return self._pause_seconds
+
+
+class _Signals:
+    """SIGTERMs so far. The handler only counts, and wakes who waits."""
+
+    def __init__(self, read_end: int, write_end: int) -> None:
+        self.count = 0
+        self._read_end = read_end
+        self._write_end = write_end
+
+    def note(self, _signum: int, _frame: object) -> None:
+        self.count += 1
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, b"!")
+
+    def wait(self, channel: Channel, seconds: float) -> None:
+        waiting: list[Any] = [channel, self._read_end]
+        ready, _, _ = select.select(waiting, [], [], seconds)
+        if self._read_end in ready:
+            os.read(self._read_end, 4096)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Signals]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    signals = _Signals(*ends)
+    previous = signal.signal(signal.SIGTERM, signals.note)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        for end in ends:
+            os.close(end)
+
+
+def _state(worker: Message) -> WorkerState:
+    return WorkerState(
+        worker_id=worker["worker_id"],
+        hostname=socket.gethostname(),
+        pid=worker["pid"],
+        tasks_running=worker.get("running", 0),
+        tasks_claimed=worker.get("claimed", 0),
+        memory_bytes=worker.get("memory_bytes"),
+        cpu_percent=worker.get("cpu_percent"),
+        started_at=_moment(worker.get("started_at")),
+    )
+
+
+def _moment(given: str | float | None) -> datetime | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else datetime.fromisoformat(given)
+    return datetime.fromtimestamp(given, UTC)
+
+
+def _retention(settings: Settings) -> Retention:
+    days = settings.retention
+    return Retention(*(
+        None if each is None else each * DAY_SECONDS
+        for each in (days.completed_days, days.failed_days, days.states_days)
+    ))  # fmt: skip
+
+
+def _limits(settings: Settings) -> Limits:
+    config = settings.config()
+    per_worker = None if settings.buffer_size is None else settings.concurrency + settings.buffer_size
+    recovery = {
+        "lease_seconds": config.lease_seconds,
+        "lock_timeout_seconds": config.lock_timeout_seconds,
+        "timeout_delta_seconds": config.timeout_delta_seconds,
+        "bury_after": config.bury_after,
+        "poll_interval_seconds": settings.poll_interval_seconds,
+        "grace_seconds": settings.grace_seconds,
+        "hang_seconds": settings.hang_seconds,
+        "stall_seconds": settings.stall_seconds,
+        "election_ttl_seconds": settings.election_ttl_seconds,
+        "retention": settings.retention.model_dump(),
+    }
+    return Limits(settings.queues, CLAIM_LIMIT, per_worker, recovery)
