@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tasklib.outcomes import Outcome
     from tasklib.registry import Registry
     from tasklib.statements import ClaimedTask, Row, WorkerStatements
+    from tasklib.task import TaskFunction
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.finisher import Finisher
@@ -71,8 +72,17 @@ class Menu:
         function = self._registry.get(name) if name in self._registry else None
         is_coroutine = self._is_coroutine.get(name)
         if is_coroutine is None:
-            is_coroutine = self._is_coroutine[name] = function is not None and is_async(function.function)
+            is_coroutine = self._is_coroutine[name] = (
+                function is not None
+                and function.task_options.isolation == "worker"  # else a thread attends to its process
+                and is_async(function.function)
+            )
         return Execution(claimed, function, is_coroutine=is_coroutine)
+
+    def isolated(self) -> list[TaskFunction[..., Any]]:
+        """Those that want a process of their own."""
+        names = set(self.names())
+        return [each for each in self._registry if each.name in names and each.task_options.isolation == "process"]
 
 
 def is_async(function: Callable[..., object]) -> bool:

@@ -29,6 +29,7 @@ from tasklib.worker.hooks import run_start_hooks, run_stop_hooks
 from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
+from tasklib.worker.processes import Processes
 from tasklib.worker.runners import CoroutineRunner, ThreadRunner
 from tasklib.worker.session import Session
 from tasklib.worker.surroundings import WorkerSurroundings, describe
@@ -70,6 +71,7 @@ class Crew:
         self._witness = witness
         self.hurry = threading.Event()
         self._config = config
+        self._menu = menu
         self._settled = threading.Event()
         self._database = Database(config)
         statements = WorkerStatements(config)
@@ -98,7 +100,8 @@ class Crew:
             config, statements, self._clock, self._decide, self.finisher.take_progress, witness=witness
         )
         runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
-        self.threads, self.coroutines = ThreadRunner(*runs), CoroutineRunner(*runs)
+        self.processes = Processes(config, self._clock, self._note_progress, stop_asked, witness)
+        self.threads, self.coroutines = ThreadRunner(*runs, processes=self.processes), CoroutineRunner(*runs)
         listener = Listener(self._sessions["listen"], menu.queues, self.ring, self.hear_cancel)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         duties = (
@@ -229,15 +232,19 @@ class Crew:
 
     def start(self) -> bool:
         """False: it was told to stop before there was a database."""
+        self.processes.start(self._menu.isolated())
         self.coroutines.start()
         try:
             if not self._wait_for_schema():
                 self.coroutines.stop(ABANDON_AFTER_SECONDS)
+                self.processes.stop()
                 return False
             run_start_hooks(self.coroutines, self.stop_asked.is_set)
+            self.processes.wait_until_ready()
         except BaseException:
             run_stop_hooks(self.coroutines, ABANDON_AFTER_SECONDS)
             self.coroutines.stop(ABANDON_AFTER_SECONDS)
+            self.processes.stop()
             raise
         for loop in self.loops.values():
             loop.start()
@@ -288,6 +295,7 @@ class Crew:
             self.report(each, Interrupted(began=each.is_marked, ran=False))
         self.loops["claim"].stop()
         self.loops["lease"].wake()
+        self.processes.tell_of_stop()
         self._wait_for(lambda: not self.buffer.executing(), grace_seconds, unless=self.hurry)
         for each in self.buffer.executing():
             each.interrupt(StopInterrupt)
@@ -304,6 +312,7 @@ class Crew:
             return
         run_stop_hooks(self.coroutines, max(grace_seconds, ABANDON_AFTER_SECONDS))
         self.coroutines.stop(ABANDON_AFTER_SECONDS)
+        self.processes.stop()
         for loop in self.loops.values():
             loop.stop()
         for loop in self.loops.values():

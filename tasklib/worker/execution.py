@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
+    from tasklib.worker.processes import Child
     from tasklib.worker.transactions import Transaction
 
 
@@ -47,7 +48,7 @@ class Execution:
         self.is_marked = False  # `running` in the database
         self.is_reported_stuck = False
         self.interrupt_kind: type[TaskInterrupt] | None = None
-        self.inside: ThreadSeat | CoroutineSeat | None = None
+        self.inside: ThreadSeat | CoroutineSeat | Child | None = None
         self.transaction: Transaction[Any] | None = None
         self.opening: Any = None  # a lock, from the first time that the task asks for its connection
         self.has_ended = False  # its function has
@@ -63,8 +64,14 @@ class Execution:
 
     @property
     def must_end_by(self) -> float:
-        """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel."""
-        return min(self.timeout_limit, self.cancel_limit)
+        """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel. Not
+        for one with a process of its own: whoever started that ends it.
+        """
+        return math.inf if self.is_isolated else min(self.timeout_limit, self.cancel_limit)
+
+    @property
+    def is_isolated(self) -> bool:
+        return self.function is not None and self.function.task_options.isolation == "process"
 
     @property
     def needs_mark(self) -> bool:

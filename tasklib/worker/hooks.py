@@ -48,6 +48,10 @@ def around_task(hook: Around) -> Around:
     return hook
 
 
+def around_hooks() -> list[Callable[[], Any]]:
+    return list(_around)
+
+
 def call_inside_hooks(call: Callable[[], Any]) -> Any:
     if not _around:  # most workers have none
         return call()

@@ -1,4 +1,5 @@
-"""Where task functions execute: sync ones in threads of their own, async ones on an event loop of their own.
+"""Where task functions execute: sync ones in threads of their own, async ones on an event loop of their own, isolated
+ones in processes of their own, each attended to by a thread.
 
 A runner takes an execution from the buffer, calls its function in a copy of the worker's context, turns what happened
 into an Outcome, and reports it. User code that blocks its thread or its loop blocks nothing of the worker's.
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
+    from tasklib.worker.processes import Processes
     from tasklib.worker.transactions import Transactions
 
 Begin: TypeAlias = "Callable[[Execution], bool]"
@@ -176,9 +178,17 @@ class ThreadRunner(Runner):
     """Threads, started as they are needed, at most one a slot. Daemons: a stuck one does not keep the process."""
 
     def __init__(
-        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+        self,
+        buffer: Buffer,
+        begin: Begin,
+        report: Report,
+        describe: Describe,
+        transactions: Transactions,
+        *,
+        processes: Processes,
     ) -> None:
         super().__init__(buffer, begin, report, describe, transactions)
+        self._processes = processes
         self._threads: list[threading.Thread] = []
 
     def provide(self) -> None:
@@ -205,6 +215,8 @@ class ThreadRunner(Runner):
     def _begin_and_call(self, execution: Execution, seat: ThreadSeat) -> Outcome:
         if not self._begin(execution):
             return Expired()
+        if execution.is_isolated:
+            return self._processes.run(execution)
         call = prepared_call(execution)
         if isinstance(call, Failed):
             return call

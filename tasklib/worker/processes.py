@@ -1,0 +1,524 @@
+"""Tasks with a process of their own, as their worker sees them: `@task(isolation="process")`.
+
+A fork server, a fresh interpreter with the tasks' modules in it and no threads, forks one child for each execution. The
+thread that took the execution hands it over as it is stored, waits, and gets an outcome back, or learns how the child
+died: nothing else of the worker waits, or is hit. A child leads its own process group, which is killed when the child
+has ended, whatever it has left behind there.
+
+A fresh interpreter, and not a fork of the worker: a worker may live in an application that has threads, locks and
+database connections, none of which a fork survives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.spawn
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from pydantic_core import from_json, to_json
+
+from tasklib import application
+from tasklib.errors import InvalidTaskDefinition, TasklibError
+from tasklib.log import log
+from tasklib.outcomes import (
+    CancelInterrupt,
+    Cancelled,
+    Completed,
+    Crashed,
+    Failed,
+    HeldTask,
+    Interrupted,
+    Problem,
+    Snoozed,
+    StopInterrupt,
+    TimedOut,
+    TimeoutInterrupt,
+)
+from tasklib.statements import ClaimedTask
+from tasklib.states import State
+from tasklib.worker.hooks import around_hooks
+from tasklib.worker.problems import problem_of
+from tasklib.worker.runners import outcome_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
+
+    from tasklib.config import Config
+    from tasklib.outcomes import Outcome, TaskInterrupt
+    from tasklib.task import TaskFunction
+    from tasklib.worker.clock import DatabaseClock
+    from tasklib.worker.execution import Execution
+    from tasklib.worker.witness import Witness
+
+    Word: TypeAlias = dict[str, Any]
+
+BOOT_SECONDS = 60.0  # for a fork server to import the tasks' modules
+AFTER_FAILURE_SECONDS = 1.0  # what could not be forked keeps its slot for so long: the next one would fare no better
+STOP_SECONDS = 3.0  # between StopInterrupt and the kill: less than the worker's own patience
+SEND_SECONDS = 1.0  # a fork server that does not read is broken
+CHUNK_BYTES = 65_536
+FLOOD_PAUSE_SECONDS = 0.02  # for a child that says more than anybody reads
+LARGEST_WORD_BYTES = 8 * 1024 * 1024  # results and errors are two or three at most
+NO_ANSWER = 113  # the exit code of a child that could not say how it ended
+
+# What a worker says to a child, one byte each, after the order.
+STOPS: dict[bytes, type[TaskInterrupt]] = {b"t": TimeoutInterrupt, b"c": CancelInterrupt, b"s": StopInterrupt}
+_STOP_WORDS = {kind: word for word, kind in STOPS.items()}
+DRAINING = b"d"
+
+
+class Processes:
+    """The isolated executions of one worker, and its fork server."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: DatabaseClock,
+        note_progress: Callable[[Execution, str], None],
+        stop_asked: threading.Event,
+        witness: Witness,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._note_progress = note_progress
+        self._stop_asked = stop_asked
+        self._witness = witness
+        self._functions: list[TaskFunction[..., Any]] = []
+        self._server: ForkServer | None = None
+        self._starting = threading.Lock()
+        self._children: dict[Child, None] = {}
+
+    def start(self, functions: Sequence[TaskFunction[..., Any]]) -> None:
+        """Begin to start what these need. Returns at once; nothing is started where nothing is isolated."""
+        self._functions = list(functions)
+        if self._functions:
+            _refuse_without_fork()
+            self._server = ForkServer(self._config, self._functions)
+
+    def wait_until_ready(self) -> None:
+        """An error in the tasks' modules keeps the worker from starting."""
+        if self._server is not None:
+            self._server.wait_until_ready(self._stop_asked.is_set)
+
+    def run(self, execution: Execution) -> Outcome:
+        """In a child. Returns when it is gone."""
+        try:
+            order = self._order(execution)
+        except InvalidTaskDefinition as error:
+            return Failed(problem_of(error, code="INVALID_TASK"), may_retry=False)
+        try:
+            with self._child() as child:
+                execution.inside = child
+                if execution.interrupt_kind is not None:
+                    return outcome_of(execution, execution.interrupt_kind())
+                child.begin(order)
+                return self._attend(execution, child)
+        except (OSError, TasklibError) as error:
+            log.error("process.not_started", task=execution.task.name, task_id=execution.id, error=str(error))
+            self._stop_asked.wait(AFTER_FAILURE_SECONDS)
+            return Interrupted(began=True, ran=False)
+
+    def tell_of_stop(self) -> None:
+        """The worker drains: `current_task().should_stop` is true from now on."""
+        for child in list(self._children):
+            child.say(DRAINING)
+
+    def stop(self) -> None:
+        with self._starting:
+            server, self._server = self._server, None
+            if server is not None:
+                server.stop()
+
+    @contextlib.contextmanager
+    def _child(self) -> Iterator[Child]:
+        # Half of the time after which a supervisor would lose patience with the whole worker.
+        child = Child(self._living_server(), self._config.timeout_delta_seconds / 2)
+        self._children[child] = None
+        try:
+            yield child
+        finally:
+            self._children.pop(child, None)
+            child.close()
+
+    def _living_server(self) -> ForkServer:
+        """One that died, or was not needed until now, is started."""
+        _refuse_without_fork()
+        with self._starting:
+            if self._server is None or not self._server.is_alive():
+                if self._server is not None:
+                    self._server.stop()
+                self._server = ForkServer(self._config, self._functions)
+            self._server.wait_until_ready(self._stop_asked.is_set)
+            return self._server
+
+    def _order(self, execution: Execution) -> bytes:
+        """What the child has to know: the task as it is stored, where its function is defined, and what time it is."""
+        function = execution.function
+        assert function is not None  # noqa: S101 - its options say that it is isolated
+        order = {
+            "claimed": execution.claimed._replace(held=execution.task),
+            "place": place_of(function.function),
+            "started": execution.started,
+            "started_at": execution.started_at,
+            "clock": (self._clock.now(), time.monotonic()),
+        }
+        return to_json(order)
+
+    def _attend(self, execution: Execution, child: Child) -> Outcome:
+        outcome: Outcome | None = None
+        for word in child.words():
+            if "progress" in word:
+                self._note_progress(execution, word["progress"])
+            if "backend" in word:
+                execution.is_committed = None  # from now on it may be, and nobody may tell
+                self._witness.connected(f"task {execution.id}", word["backend"])
+            if "outcome" in word:
+                with contextlib.suppress(KeyError, TypeError):  # it was not we who wrote that
+                    outcome = decoded_outcome(word["outcome"])
+                    execution.is_committed = word["is_committed"]
+        self._witness.disconnected(f"task {execution.id}")
+        return outcome if outcome is not None else self._death(execution, child)
+
+    def _death(self, execution: Execution, child: Child) -> Outcome:
+        """It was told to stop and did not, or it has died of what it did."""
+        if execution.interrupt_kind is not None:
+            return outcome_of(execution, execution.interrupt_kind())
+        if child.status is not None:
+            return Crashed(f"its process {how_it_died(child.status)}", alone=True)
+        if child.pid is None:
+            raise OSError(child.error or "the fork server has died")
+        child.kill_group()  # nobody else does, now that the server is gone
+        execution.task = execution.task._replace(state=State.RUNNING)  # it had begun, and others with it: a suspect
+        return Crashed("the fork server died under it")
+
+
+class Child:
+    """One execution's process: what it says, how it ends, and the way to stop it."""
+
+    def __init__(self, server: ForkServer, patience_seconds: float) -> None:
+        self._server = server
+        self._patience_seconds = patience_seconds
+        self._channel, theirs = socket.socketpair()
+        self._notice, notify = os.pipe()  # from the server: the child's pid, then its status
+        self._notices = b""
+        self._speaking = threading.Lock()
+        self._is_told = False
+        self.pid: int | None = None
+        self.status: int | None = None  # as `waitpid` tells it
+        self.error: str | None = None
+        self._has_ended = False
+        try:
+            self._number = server.fork(theirs.fileno(), notify)
+        except BaseException:
+            self._channel.close()
+            os.close(self._notice)
+            raise
+        finally:
+            theirs.close()
+            os.close(notify)
+
+    def begin(self, order: bytes) -> None:
+        with self._speaking, contextlib.suppress(OSError):  # it has died: the notice tells
+            self._channel.sendall(len(order).to_bytes(8) + order)
+
+    def say(self, word: bytes) -> None:
+        """Never waits. What a child has no room for, it does not hear."""
+        if self._speaking.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    self._channel.send(word, socket.MSG_DONTWAIT)
+            finally:
+                self._speaking.release()
+
+    def interrupt(self, kind: type[TaskInterrupt], _occupant: object) -> None:
+        """Tell it to stop, and have it killed if it does not."""
+        if self._is_told:
+            return
+        self._is_told = True
+        self.say(_STOP_WORDS[kind])
+        patience = min(self._patience_seconds, STOP_SECONDS) if kind is StopInterrupt else self._patience_seconds
+        with contextlib.suppress(OSError):
+            self._server.send({"stop": self._number, "kill_after": patience})
+
+    def words(self) -> Iterator[Word]:
+        """What it says, until it has ended."""
+        said = b""
+        watched = select.poll()
+        watched.register(self._channel, select.POLLIN)
+        watched.register(self._notice, select.POLLIN)
+        while not self._has_ended:
+            ready = {fd for fd, _ in watched.poll()}
+            if self._channel.fileno() in ready:
+                chunk = self._received()
+                if chunk == b"":
+                    watched.unregister(self._channel)  # closed, and the child may be alive
+                *lines, said = (said + (chunk or b"")).split(b"\n")
+                yield from _read_words(lines)
+                self._guard(chunk or b"", said)
+            if self._notice in ready:
+                self._read_notice()
+        while len(said) < LARGEST_WORD_BYTES and (chunk := self._received()):
+            said += chunk
+        yield from _read_words(said.split(b"\n"))
+
+    def kill_group(self) -> None:
+        if self.pid is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if not self._has_ended:
+            with contextlib.suppress(OSError):
+                self._kill()
+        with self._speaking:
+            self._channel.close()
+        os.close(self._notice)
+
+    def _guard(self, chunk: bytes, unfinished: bytes) -> None:
+        """One that says too much waits, and does not keep its worker busy."""
+        if len(unfinished) > LARGEST_WORD_BYTES:
+            self._kill()
+        elif len(chunk) == CHUNK_BYTES and b"\n" in chunk:
+            time.sleep(FLOOD_PAUSE_SECONDS)
+
+    def _kill(self) -> None:
+        self._server.send({"stop": self._number, "kill_after": 0})
+
+    def _received(self) -> bytes | None:
+        """None: nothing is there now."""
+        try:
+            return self._channel.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _read_notice(self) -> None:
+        """The server closes it when all is said, and by its own death."""
+        data = os.read(self._notice, CHUNK_BYTES)
+        self._has_ended = not data
+        *lines, self._notices = (self._notices + data).split(b"\n")
+        for word in _read_words(lines):
+            self.pid = word.get("pid", self.pid)
+            self.status = word.get("status", self.status)
+            self.error = word.get("error", self.error)
+
+
+class ForkServer:
+    """The interpreter that forks the children. It ends with its worker, and its children with it."""
+
+    def __init__(self, config: Config, functions: Sequence[TaskFunction[..., Any]]) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(SEND_SECONDS)
+        self._sending = threading.Lock()
+        self._forks = 0
+        self._is_ready = False
+        self._answer = b""
+        self._deadline = time.monotonic() + BOOT_SECONDS
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, with arguments of our own
+                [os.fsdecode(multiprocessing.spawn.get_executable()), "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # what hits the worker's group leaves somebody to clear up
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+            )
+        with contextlib.suppress(OSError):  # it has died already: there will be no answer
+            self._control.sendall(to_json(_hello(config, functions)) + b"\n")
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, gives_up: Callable[[], bool]) -> None:
+        while not self._is_ready and b"\n" not in self._answer:
+            if gives_up() or time.monotonic() > self._deadline:
+                raise TasklibError(f"the fork server for isolated tasks was not ready within {BOOT_SECONDS:g} s")
+            self._hear()
+        if not self._is_ready:
+            self._understand(from_json(self._answer))
+            self._is_ready = True
+
+    def fork(self, channel: int, notice: int) -> int:
+        """The number of the child."""
+        with self._sending:
+            self._forks += 1
+            socket.send_fds(self._control, [_line({"fork": self._forks})], [channel, notice])
+            return self._forks
+
+    def send(self, word: Word) -> None:
+        with self._sending:
+            self._control.sendall(_line(word))
+
+    def stop(self) -> None:
+        """It ends when nobody holds the other end of its socket."""
+        self._control.close()
+        try:
+            self._process.wait(SEND_SECONDS * 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _hear(self) -> None:
+        try:
+            heard = self._control.recv(CHUNK_BYTES)
+        except TimeoutError:
+            return
+        except ConnectionError:
+            heard = b""
+        if not heard:
+            raise TasklibError(f"the fork server for isolated tasks {how_it_ended(self._process.wait())} at its start")
+        self._answer += heard
+
+    def _understand(self, answer: Word) -> None:
+        if "error" in answer:
+            raise InvalidTaskDefinition(f'isolation="process": {answer["error"]}')
+        if answer["threads"] or answer["sockets"]:
+            log.warning(
+                "fork_server.shared", threads=answer["threads"], sockets=answer["sockets"],
+                consequence="the tasks' modules have started these at their import: a forked process has no threads "
+                "but its own, and shares connections with all the others",
+            )  # fmt: skip
+
+
+_MODULE = "tasklib.worker.fork_server"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where another interpreter finds it: the name of its module, or the file that this one was started with."""
+    name = str(function.__module__)
+    if name != "__main__":
+        return name
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name)
+    if file is None:
+        raise InvalidTaskDefinition(
+            f'isolation="process": {function.__qualname__} is defined where no other interpreter can import it. '
+            f"Put it into a module."
+        )
+    return os.path.abspath(str(file))  # noqa: PTH100 - a link stays what it is: its directory is on sys.path
+
+
+def how_it_died(status: int) -> str:
+    """A wait status in words."""
+    return how_it_ended(os.waitstatus_to_exitcode(status))
+
+
+def how_it_ended(code: int) -> str:
+    if code == NO_ANSWER:
+        return "could not tell how it ended: has it closed file descriptors that are not its own?"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time one
+        name = f"signal {-code}"
+    return f"was killed by {name}{', perhaps out of memory' if -code == signal.SIGKILL else ''}"
+
+
+# --- How tasks and outcomes are written between the two --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    claimed: ClaimedTask
+    place: str
+    started: float
+    started_at: datetime
+    clock: tuple[datetime, float]
+
+
+def decoded_order(data: bytes) -> Order:
+    order = from_json(data)
+    held, *rest = order["claimed"]
+    said, asked_at = order["clock"]
+    return Order(
+        ClaimedTask(_typed(HeldTask._make(held)), *_typed(ClaimedTask(held, *rest))[1:]),
+        order["place"],
+        order["started"],
+        datetime.fromisoformat(order["started_at"]),
+        (datetime.fromisoformat(said), asked_at),
+    )
+
+
+def _typed(row: Any) -> Any:
+    """JSON has no ids and no times."""
+    values = {name: getattr(row, name) for name in row._fields if name in _READ}
+    return row._replace(**{name: _READ[name](value) for name, value in values.items() if value is not None})
+
+
+_READ: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("id", "parent_id"), UUID),
+    **dict.fromkeys(
+        ("claimed_at", "started_at", "expires_at", "cancel_asked_at", "created_at", "claimed_by_clock"),
+        datetime.fromisoformat,
+    ),
+}
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Completed, Failed, TimedOut, Snoozed, Cancelled, Interrupted)
+}
+
+
+def encoded_outcome(outcome: Outcome) -> Word:
+    values = outcome._asdict() if isinstance(outcome, Completed) else asdict(outcome)
+    return {"kind": type(outcome).__name__, **values}
+
+
+def decoded_outcome(word: Word) -> Outcome:
+    values = {name: value for name, value in word.items() if name != "kind"}
+    if "problem" in values:
+        values["problem"] = Problem(**values["problem"])
+    outcome: Outcome = _KINDS[word["kind"]](**values)
+    return outcome
+
+
+def _read_words(lines: Sequence[bytes]) -> Iterator[Word]:
+    """What cannot be read was interrupted, or written by somebody else. Of several reports of progress, the last."""
+    words = [word for line in lines if line and isinstance(word := _read_word(line), dict)]
+    last = next((word for word in reversed(words) if "progress" in word), None)
+    yield from (word for word in words if word is last or "progress" not in word)
+
+
+def _read_word(line: bytes) -> Any:
+    try:
+        return from_json(line)
+    except ValueError:
+        return None
+
+
+def _line(word: Word) -> bytes:
+    return json.dumps(word).encode() + b"\n"
+
+
+def _hello(config: Config, functions: Sequence[TaskFunction[..., Any]]) -> Word:
+    """Through the socket: nothing of it is seen in `ps` or in the environment."""
+    places = [place_of(each) for each in (*(function.function for function in functions), *around_hooks())]
+    apps = sys.modules.get("django.apps")
+    return {
+        "path": sys.path,
+        "pythonpath": os.environ.get("PYTHONPATH"),
+        "places": list(dict.fromkeys(places)),
+        "names": [each.name for each in functions],
+        "config": asdict(config),
+        "is_initialised": application._application is not None,  # noqa: SLF001 - the same default client in the child
+        "is_django": apps is not None and apps.apps.ready and "DJANGO_SETTINGS_MODULE" in os.environ,
+    }
+
+
+def _refuse_without_fork() -> None:
+    if not hasattr(os, "fork"):
+        raise InvalidTaskDefinition('isolation="process" needs os.fork, which this system does not have')
