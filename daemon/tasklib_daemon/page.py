@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from tasklib.worker.witness import Witness
@@ -34,9 +34,6 @@ WORKER_ID_BYTES = 255
 BOOTING, BOOTED, READY = 0, 1, 2  # booted: the application is imported; ready: registered, and claiming
 SERVE, DRAIN, HURRY = 0, 1, 2  # what the supervisor asks for; a signal says only: look
 FREE, EXECUTING, DONE = 0, 1, 2  # a slot's state; done, but its outcome is not yet committed
-
-Phase = Literal[0, 1, 2]
-Wish = Literal[0, 1, 2]
 
 _PHASE, _WISH, _CONNECTED = 0, 1, 2
 _BEACON, _ENDED, _WAITING = 8, 16, 24
@@ -64,7 +61,7 @@ class PageSlot:
 @dataclass(frozen=True, slots=True)
 class PageView:
     worker_id: str  # "": it has no name yet
-    phase: Phase
+    phase: int
     beacon: float  # monotonic: the last round of the claim loop
     is_connected: bool  # the claim loop has its connection
     ended: int  # tasks since its birth
@@ -98,7 +95,7 @@ class Page:
         length = min(_LENGTH.unpack_from(memory, _NAME)[0], WORKER_ID_BYTES)
         return PageView(
             worker_id=memory[_NAME + 2 : _NAME + 2 + length].decode(errors="replace"),
-            phase=_phase(memory[_PHASE]),
+            phase=memory[_PHASE],
             beacon=_DOUBLE.unpack_from(memory, _BEACON)[0],
             is_connected=bool(memory[_CONNECTED]),
             ended=_COUNT.unpack_from(memory, _ENDED)[0],
@@ -108,7 +105,7 @@ class Page:
             done=tuple(slot for state, slot in slots if slot is not None and state == DONE),
         )
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, wish: int) -> None:
         self._memory[_WISH] = wish
 
     # --- the worker's side ---
@@ -116,7 +113,7 @@ class Page:
     def asked(self) -> int:
         return self._memory[_WISH]
 
-    def set_phase(self, phase: Phase) -> None:
+    def set_phase(self, phase: int) -> None:
         self._memory[_PHASE] = phase
 
     def beat(self) -> None:
@@ -282,7 +279,3 @@ def _shared(size: int, name: str) -> mmap.mmap:
         stack.callback(os.close, fd)  # the memory stays as long as somebody has mapped it
         os.ftruncate(fd, size)
         return mmap.mmap(fd, size)
-
-
-def _phase(byte: int) -> Phase:
-    return BOOTED if byte == BOOTED else READY if byte == READY else BOOTING

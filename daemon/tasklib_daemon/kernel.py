@@ -1,0 +1,80 @@
+"""What only Linux offers, in one place. Elsewhere each of these does nothing, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+IS_LINUX = sys.platform == "linux"
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+class Usage(NamedTuple):
+    memory_bytes: int
+    cpu_seconds: float
+
+
+def die_with_parent(parent: int) -> None:
+    """Of SIGKILL, when the thread that forked us ends. One that died before we could ask has left us to another."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> bool:
+    """Grandchildren whose parent has died become our children, and not those of init."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str) -> None:
+    """As `ps -e` and `top` show it: 15 bytes."""
+    if IS_LINUX:
+        text = ctypes.create_string_buffer(name.encode()[:15])
+        _prctl(_PR_SET_NAME, ctypes.addressof(text))
+
+
+def usage(pid: int) -> Usage | None:
+    """Memory that is resident, and time on a processor. None: it is gone, or this is not Linux."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        after_name = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        return Usage(int(after_name[21]) * PAGE_BYTES, (int(after_name[11]) + int(after_name[12])) / TICKS)
+    return None
+
+
+def threads_of_this_process() -> int:
+    with contextlib.suppress(OSError):
+        return len([*Path("/proc/self/task").iterdir()])
+    return 1
+
+
+def kill_marked(mark: bytes) -> int:
+    """SIGKILL for every process with this mark in its environment (it was started by one of ours), or in its memory map
+    (it was forked off by one). It works through a handle: a pid might be another's by now. How many there were.
+    """
+    pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()] if IS_LINUX else []
+    return sum(_kill_if_marked(pid, mark) for pid in pids if pid != os.getpid())
+
+
+def _kill_if_marked(pid: int, mark: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        handle = os.pidfd_open(pid)
+        try:
+            if any(mark in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "maps")):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _prctl(option: int, value: int) -> bool:
+    if not IS_LINUX:
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0)

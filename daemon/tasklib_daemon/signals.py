@@ -1,0 +1,82 @@
+"""Signals: handlers only record, and wake who waits. What a signal means is decided outside, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_AT_A_TIME = 4096
+
+
+class Signals:
+    """A pipe, into which the interpreter writes the number of each signal at the moment that it comes. One for each
+    process, made in its main thread.
+    """
+
+    def __init__(self, signums: Iterable[signal.Signals]) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._known = frozenset(signums)
+        for each in self._known:
+            signal.signal(each, _record)
+        os.register_at_fork(after_in_child=self._disown)
+
+    def fileno(self) -> int:
+        return self._read_end
+
+    def take(self) -> list[signal.Signals]:
+        """Those that came since the last time."""
+        found = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._read_end, _AT_A_TIME):
+                found += chunk
+        return [signal.Signals(number) for number in found if number in self._known]
+
+    def close(self) -> None:
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def _disown(self) -> None:
+        """A process that is forked off, by us or by a task, must not write into our pipe."""
+        signal.set_wakeup_fd(-1)
+        for each in self._known:
+            signal.signal(each, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """None is delivered meanwhile. For a fork: what is meant for one must not end the other."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def reset() -> None:
+    """As a program finds them when it starts; what Python itself ignores (SIGPIPE) stays so. For a child. They stay
+    held back until it has handlers of its own.
+    """
+    signal.set_wakeup_fd(-1)
+    for each in signal.valid_signals():
+        if callable(signal.getsignal(each)) or (each in _MEANT and signal.getsignal(each) is signal.SIG_IGN):
+            signal.signal(each, signal.SIG_DFL)
+
+
+def release() -> None:
+    """None is held back any more, whatever the parent's mask was."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+_MEANT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+
+
+def _record(_signum: int, _frame: object) -> None:
+    """The interpreter has recorded it already."""

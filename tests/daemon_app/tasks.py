@@ -1,0 +1,136 @@
+"""Task functions that tests of the daemon ask for: harmless ones, slow ones, and some that take their worker along."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tasklib
+
+# Tests of boot errors, and of what is inherited, say here what the import is to do.
+if os.environ.get("DAEMON_APP_IMPORT") == "fail":
+    raise RuntimeError("the import fails on purpose")
+if (_file := os.environ.get("DAEMON_APP_IMPORT_FILE")) and Path(_file).read_text("utf-8") == "fail":
+    raise RuntimeError("the import fails on purpose")
+if os.environ.get("DAEMON_APP_IMPORT") == "die":
+    os._exit(3)
+
+
+@tasklib.task
+def echo(text: str) -> str:
+    return text
+
+
+@tasklib.task
+def pid() -> int:
+    return os.getpid()
+
+
+@tasklib.task
+def nap(seconds: float, journal: str | None = None) -> int:
+    """Can be interrupted. Says in the journal when it begins, and as whom."""
+    if journal is not None:
+        with Path(journal).open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {time.monotonic()}\n")
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        time.sleep(0.01)
+    return os.getpid()
+
+
+@tasklib.task(timeout_seconds=0.3)
+def sleep_in_c(seconds: float) -> None:
+    """One call that no exception gets into."""
+    time.sleep(seconds)
+
+
+@tasklib.task
+def sleep_in_c_for_ever() -> None:
+    time.sleep(3600)
+
+
+@tasklib.task
+def hold_gil(seconds: float) -> None:
+    """No other thread of the process goes on."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1_000_000))
+
+
+@tasklib.task
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+@tasklib.task
+def exit_now(code: int) -> None:
+    os._exit(code)
+
+
+@tasklib.task
+def kill_once(flag: str) -> str:
+    """Takes its worker along the first time."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived"
+
+
+@tasklib.task
+def start_grandchildren(seconds: float, journal: str) -> list[int]:
+    """One that execs, one that only forks, and one of each with a session of its own. Their pids go to the journal."""
+    program = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+    pids = [
+        subprocess.Popen(program).pid,
+        subprocess.Popen(program, start_new_session=True).pid,
+        _fork_off(seconds, has_session=False),
+        _fork_off(seconds, has_session=True),
+    ]
+    with Path(journal).open("a", encoding="utf-8") as file:
+        file.write("".join(f"{each}\n" for each in pids))
+    return pids
+
+
+def _fork_off(seconds: float, *, has_session: bool) -> int:
+    made = os.fork()
+    if made == 0:
+        if has_session:
+            os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(seconds)
+        os._exit(0)
+    return made
+
+
+@tasklib.task
+def inherited() -> dict[str, object]:
+    """What this worker sees of its process: for a test of what a fork hands down."""
+    descriptors = [_shown(each) for each in sorted(Path("/proc/self/fd").iterdir())]
+    return {
+        "random": random.random(),
+        "descriptors": [each for each in descriptors if each],
+        "maps": Path("/proc/self/maps").read_text("utf-8").count("memfd:tasklibd-"),
+        "blocked": [line for line in Path("/proc/self/status").read_text("utf-8").splitlines() if "SigBlk" in line],
+        "group": os.getpgid(0),
+        "pid": os.getpid(),
+    }
+
+
+def _shown(descriptor: Path) -> str:
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""
+
+
+@tasklib.task
+def eat_memory(megabytes: int) -> int:
+    hoard.append(bytearray(os.urandom(1024)) * 1024 * megabytes)
+    return os.getpid()
+
+
+hoard: list[bytearray] = []
