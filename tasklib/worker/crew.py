@@ -15,6 +15,7 @@ from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
 from tasklib.duties.promoter import Promoter
 from tasklib.duties.reaper import Reaper
+from tasklib.duties.rota import Rota
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log, logger
 from tasklib.outcomes import CancelInterrupt, Interrupted, Rules, Settlement, StopInterrupt, decide
@@ -37,7 +38,7 @@ from tasklib.worker.transactions import Transactions
 from tasklib.worker.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from datetime import datetime
     from uuid import UUID
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from tasklib.worker.witness import Witness
 
 ABANDON_AFTER_SECONDS = 5.0  # for what ignores being told to stop
-AFTER_FAILURE_SECONDS = 2.0  # before a duty that failed is tried again
 LEASE_TIMEOUT_SHARE = 3  # a renewal that takes longer than a third of the lease is tried again
 
 
@@ -59,6 +59,7 @@ class Options:
     buffer_size: int | None
     grace_seconds: float
     listen: bool
+    duties: bool = True  # False: somebody else reaps and expires
 
 
 class Crew:
@@ -115,8 +116,9 @@ class Crew:
             "claim": Loop("claim", self.claimer, self._beat),
             "finish": Loop("finish", self.finisher),
             "watch": Loop("watch", self.watch),
-            "duties": Loop("duties", _Rota(duties)),
         }
+        if options.duties:
+            self.loops["duties"] = Loop("duties", Rota(duties))
         if options.listen:
             self.loops["listen"] = Loop("listen", listener)
         self._default_backoff = Exponential(
@@ -348,21 +350,6 @@ class Crew:
         while not is_so() and time.monotonic() < deadline and not (unless is not None and unless.is_set()):
             self._settled.clear()
             self._settled.wait(0.01)
-
-
-class _Rota:
-    """Several duties on one connection, each at its own pace."""
-
-    def __init__(self, duties: Sequence[Any]) -> None:
-        self._due = dict.fromkeys(duties, 0.0)
-
-    def run_once(self) -> float | None:
-        for duty, due in self._due.items():
-            if time.monotonic() >= due:
-                self._due[duty] = time.monotonic() + AFTER_FAILURE_SECONDS  # one that fails does not keep the others
-                pause = duty.run_once()
-                self._due[duty] = time.monotonic() + (pause or 0.0)
-        return max(min(self._due.values()) - time.monotonic(), 0.0)
 
 
 def _tell(task: HeldTask, settlement: Settlement, seconds: float) -> None:

@@ -45,13 +45,14 @@ class TaskWorker:
         buffer_size: int | None = None,
         grace_seconds: float = 30.0,
         listen: bool = True,
+        duties: bool = True,
         handle_signals: bool | None = None,
         witness: Witness | None = None,
     ) -> None:
         _check(config, concurrency, poll_interval_seconds, buffer_size, grace_seconds)
         self._config = config
         self._menu = Menu(default_registry, _checked_queues(queues), _names(tasks))
-        self._options = Options(concurrency, float(poll_interval_seconds), buffer_size, grace_seconds, listen)
+        self._options = Options(concurrency, float(poll_interval_seconds), buffer_size, grace_seconds, listen, duties)
         self._handle_signals = handle_signals
         self._stop_asked = threading.Event()
         self._crew: Crew | None = None
