@@ -2,7 +2,7 @@
 """The developer's one command. Standard library only: it runs on a machine that has Python 3.11 and pip.
 
 python3 dev.py test       lint, types, and the whole suite on PostgreSQL 18 (its own) and 15 (if installed)
-python3 dev.py demo       a PostgreSQL of its own, sample tasks, a worker, and what happens to each, live
+python3 dev.py demo       a PostgreSQL of its own, a daemon, sample tasks, and what happens to each, live
 python3 dev.py pooler     the suite through PgBouncer in transaction mode, save what is about direct connections
 python3 dev.py coverage   the suite on PostgreSQL 18, and the lines and branches that it leaves out
 python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         "test": test,
         "pooler": pooler,
         "coverage": coverage,
-        "demo": lambda options: run_in_venv("examples/demo.py", *options),
+        "demo": lambda options: run_in_venv("-m", "examples.demo", *options),
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "beside": beside,

@@ -1,4 +1,5 @@
-"""A minute with tasklib: a PostgreSQL of its own, sample tasks, a worker, and what happens to each, live.
+"""A minute with tasklib: a PostgreSQL of its own, a daemon with two workers, and what happens, live, to tasks that
+succeed, fail, retry, time out and crash their worker.
 
 python3 dev.py demo
 """
@@ -6,66 +7,36 @@ python3 dev.py demo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import threading
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psycopg
 
 import tasklib
-from tasklib import TaskWorker, embedded
+from examples.demo_tasks import (
+    call_api,
+    charge_card,
+    crash_always,
+    crash_once,
+    fetch,
+    never,
+    resize_image,
+    send_email,
+    too_slow,
+    wait_for_stock,
+)
+from tasklib import embedded
 
-
-@tasklib.task(queue="mail", max_retries=5, timeout_seconds=30)
-def send_email(to: str, subject: str) -> bool:
-    time.sleep(0.2)
-    return subject != "" and "@" in to
-
-
-@tasklib.task
-def resize_image(path: str, *, sizes: list[int]) -> int:
-    return len(path) * len(sizes)
-
-
-@tasklib.task
-async def fetch(url: str) -> str:
-    await asyncio.sleep(0.3)
-    return f"{url}: 200"
-
-
-failures = 0
-
-
-@tasklib.task(backoff=tasklib.Fixed(0.4))
-def call_api() -> str:
-    """Works at the third attempt."""
-    global failures  # noqa: PLW0603 - for show
-    failures += 1
-    if failures <= 2:  # noqa: PLR2004 - see above
-        raise ConnectionError("503 from the other side")
-    return "done"
-
-
-@tasklib.task(timeout_seconds=0.3, max_retries=0)
-def too_slow() -> None:
-    while True:
-        time.sleep(0.01)
-
-
-@tasklib.task
-def wait_for_stock() -> None:
-    raise tasklib.Snooze(3600, "not in stock")
-
-
-@tasklib.task
-def charge_card(card: str) -> None:
-    raise tasklib.Fail(f"declined: ends in {card[-2:]}", error_code="CARD_DECLINED")
-
-
-@tasklib.task
-def never() -> None:
-    """Cancelled, or expired, before it starts."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 async def submit_some() -> None:
@@ -76,7 +47,7 @@ async def submit_some() -> None:
     order = resize_image.options(idempotency_key="upload-17")
     first, second = await order.submit("cat.png", sizes=[64, 256]), await order.submit("cat.png", sizes=[64, 256])
     print(f"   the same key twice is one task: {first == second}")
-    for function in (call_api, too_slow, wait_for_stock):
+    for function in (call_api, too_slow, wait_for_stock, crash_once, crash_always):
         await function.submit()
     await charge_card.submit("4111-1111-1111-1142")
     await never.options(expires_at=datetime.now(UTC) + timedelta(seconds=1), delay_seconds=2).submit()
@@ -95,9 +66,9 @@ def submit_in_a_transaction(dsn: str) -> None:
     print("   one in a transaction that was rolled back: never existed")
 
 
-def watch(seconds: float = 20.0) -> None:
+def watch(seconds: float = 60.0) -> None:
     """Print every change, until nothing more will happen within the hour."""
-    say("a worker with four slots; every change as it happens")
+    say("every change as it happens")
     began, seen = time.monotonic(), dict[str, str]()
     while time.monotonic() < began + seconds:
         tasks = tasklib.list_tasks()
@@ -120,10 +91,8 @@ def describe(task: tasklib.Task) -> str:
     attempt = f"attempt {task.attempt}" if task.attempt else ""
     error = (task.error or "").partition("\n")[0]
     match task.state:
-        case tasklib.State.PENDING if task.attempt:
-            return f"pending    snoozed until {task.scheduled_at:%H:%M}"
         case tasklib.State.PENDING:
-            return "pending    " + ("ready" if task.ready else f"due at {task.scheduled_at:%H:%M:%S}")
+            return f"pending    {why_it_waits(task)}"
         case tasklib.State.CLAIMED:
             return "claimed    by the worker"
         case tasklib.State.COMPLETED:
@@ -134,13 +103,45 @@ def describe(task: tasklib.Task) -> str:
             return f"{task.state:10} {attempt or 'never started'}{': ' + error if error else ''}"
 
 
-def show_throughput(config: tasklib.Config) -> None:
+def why_it_waits(task: tasklib.Task) -> str:
+    if task.ready:
+        return "to run again: its worker died" if task.attempt else "ready"
+    return f"snoozed until {task.scheduled_at:%H:%M}" if task.attempt else f"due at {task.scheduled_at:%H:%M:%S}"
+
+
+def show_throughput() -> None:
     say("and a few thousand at once")
     count = 5_000
-    tasklib.submit_many_sync([resize_image.new(f"photo-{n}.png", sizes=[64]) for n in range(count)])
     began = time.monotonic()
-    TaskWorker(config, concurrency=4).run_until_empty_sync()
+    ids = tasklib.submit_many_sync([resize_image.new(f"photo-{n}.png", sizes=[64]) for n in range(count)])
+    tasklib.wait_for_sync(ids, timeout=60)
     print(f"   {count} tasks in {time.monotonic() - began:.1f} s, each with its result and its attempt on record")
+
+
+@contextlib.contextmanager
+def daemon(dsn: str) -> Iterator[None]:
+    """`tasklibd run`, as an operator would start it. The database's address is a secret: it is not an argument."""
+    say("tasklibd run --app examples.demo_tasks --workers 2 --concurrency 4")
+    root = str(Path(__file__).parents[1])
+    with tempfile.TemporaryDirectory() as directory:
+        environment = os.environ | {
+            "TASKLIB_DATABASE_URL": dsn,
+            "TASKLIB_RUNTIME_DIRECTORY": directory,
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        }
+        command = [sys.executable, "-m", "tasklib_daemon"]
+        run = [*command, "run", "--app", "examples.demo_tasks", "--workers", "2", "--concurrency", "4"]
+        log = Path(directory, "log")
+        with log.open("wb") as log_file:
+            process = subprocess.Popen([*run, "--web-port", "none"], env=environment, stderr=log_file)  # noqa: S603 - our own
+        try:
+            yield
+            say("tasklibd status")
+            subprocess.run([*command, "status", "--socket", f"{directory}/control.sock"], env=environment, check=True)  # noqa: S603 - as above
+        finally:
+            process.terminate()
+            code = process.wait(60)
+            print(f"   and SIGTERM: it has drained, exit code {code}", flush=True)
 
 
 def say(text: str) -> None:
@@ -156,13 +157,9 @@ def main() -> None:
         tasklib.init(config)
         asyncio.run(submit_some())
         submit_in_a_transaction(server.dsn)
-        worker = TaskWorker(config, concurrency=4)
-        thread = threading.Thread(target=worker.run_sync)
-        thread.start()
-        watch()
-        worker.stop()
-        thread.join()
-        show_throughput(config)
+        with daemon(server.dsn):
+            watch()
+            show_throughput()
         say("what became of them: select state, error_code, count(*) from tasklib.tasks group by 1, 2")
         with psycopg.connect(server.dsn) as conn:
             query = "select state, coalesce(error_code, ''), count(*) from tasklib.tasks group by 1, 2 order by 1, 2"
