@@ -8,7 +8,6 @@ runs no user code and imports none. Each loop has a connection of its own, so th
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -17,6 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from tasklib.budget import Budget, BudgetCheck, connection_budget
 from tasklib.database import Database
 from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
@@ -35,9 +35,10 @@ from tasklib.worker.session import Session
 from tasklib_daemon.bell import Bell
 from tasklib_daemon.crashes import CrashReport, Recoveries
 from tasklib_daemon.election import Election, WhenElected
+from tasklib_daemon.signals import Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from uuid import UUID
 
     from tasklib_daemon.channel import Channel
@@ -58,16 +59,19 @@ def run(settings: Settings, channel: Channel) -> None:
     """Until SIGTERM, or until there is no supervisor any more. Reports that wait are dealt with first, unless a second
     SIGTERM comes.
     """
-    with _stop_signals() as signals, contextlib.closing(Keeper(settings, channel.send)) as keeper:
+    signals = Signals([signal.SIGTERM])
+    poll = select.poll()
+    for each in (signals, channel):
+        poll.register(each, select.POLLIN)
+    with contextlib.closing(Keeper(settings, channel.send)) as keeper:
         keeper.start()
-        while not signals.count and not channel.is_closed:
-            signals.wait(channel, TICK_SECONDS)
-            keeper.hear(channel.receive(0))
+        while not signals.take() and not channel.is_closed:
             keeper.tick()
-        until = time.monotonic() + DRAIN_SECONDS
-        while keeper.is_recovering and signals.count == 1 and time.monotonic() < until:
-            signals.wait(channel, 0.05)
+            poll.poll(1000 * (TICK_SECONDS if keeper.is_ready else 0.02))
             keeper.hear(channel.receive(0))
+        until = time.monotonic() + DRAIN_SECONDS
+        while keeper.is_recovering and not (signals.take() or channel.is_closed) and time.monotonic() < until:
+            keeper.hear(channel.receive(0.02))
 
 
 class Keeper:
@@ -78,7 +82,7 @@ class Keeper:
         self._send = send
         self._workers: list[Message] = []
         self._workers_told = -FRESH_SECONDS
-        self._is_ready = False
+        self.is_ready = False
         self._told: tuple[float, Message] = (0.0, {})
         self._boot = _Boot(Database(config), self._booted)
         self._bell = Bell(settings.runtime_directory)
@@ -110,6 +114,7 @@ class Keeper:
             "listen": Loop("listen", self._listener),
             "duties": Loop("duties", Rota([
                 self.election,
+                BudgetCheck(duties, _budget(settings, own=len(self._sessions))),
                 _Renewals(duties, own_statements, self._alive, config.lease_seconds),
                 WhenElected(self.election, reaper),
                 WhenElected(self.election, Expirer(duties, statements)),
@@ -195,8 +200,8 @@ class Keeper:
             raise self._boot.error
         if not self._boot.has_tried:
             return
-        if not self._is_ready:
-            self._is_ready = True
+        if not self.is_ready:
+            self.is_ready = True
             self._send({"say": "ready"})
         state = self._state()
         told_at, told = self._told
@@ -263,41 +268,6 @@ class _Renewals:
         return self._pause_seconds
 
 
-class _Signals:
-    """SIGTERMs so far. The handler only counts, and wakes who waits."""
-
-    def __init__(self, read_end: int, write_end: int) -> None:
-        self.count = 0
-        self._read_end = read_end
-        self._write_end = write_end
-
-    def note(self, _signum: int, _frame: object) -> None:
-        self.count += 1
-        with contextlib.suppress(OSError):
-            os.write(self._write_end, b"!")
-
-    def wait(self, channel: Channel, seconds: float) -> None:
-        waiting: list[Any] = [channel, self._read_end]
-        ready, _, _ = select.select(waiting, [], [], seconds)
-        if self._read_end in ready:
-            os.read(self._read_end, 4096)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Signals]:
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    signals = _Signals(*ends)
-    previous = signal.signal(signal.SIGTERM, signals.note)
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        for end in ends:
-            os.close(end)
-
-
 def _state(worker: Message) -> WorkerState:
     return WorkerState(
         worker_id=worker["worker_id"],
@@ -315,6 +285,13 @@ def _moment(given: str | float | None) -> datetime | None:
     if given is None or isinstance(given, str):
         return None if given is None else datetime.fromisoformat(given)
     return datetime.fromtimestamp(given, UTC)
+
+
+def _budget(settings: Settings, own: int) -> Budget:
+    """Of the whole daemon: its workers, whose duties and listening the keeper does, and the keeper."""
+    worker = connection_budget(settings.config(), concurrency=settings.concurrency, listen=False)
+    workers = Budget(*(settings.workers * each for each in worker._replace(worker=worker.worker - 1)))
+    return workers._replace(listener=own)
 
 
 def _retention(settings: Settings) -> Retention:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -17,7 +18,7 @@ IDS = [UUID(int=number) for number in range(1, 10)]
 RULES = Rules()
 
 
-def held(number: int = 0, **values: object) -> HeldTask:
+def held(number: int = 0, **values: Any) -> HeldTask:
     task = HeldTask(
         id=IDS[number], name="t", queue="default", state="claimed", worker_id="w", fencing_token=7, attempt=0,
         retry_count=0, max_retries=3, crash_count=0, strikes=0, suspect=False, on_crash="retry", timeout_seconds=None,
