@@ -48,7 +48,8 @@ def suite_pooler(tasklib_postgres: EmbeddedPostgres) -> Iterator[Pooler | None]:
     if not os.environ.get("TASKLIB_TEST_POOLER"):
         yield None
         return
-    with pgbouncer(tasklib_postgres.dsn) as pooler:
+    # Every test has a database of its own: the server would soon be full of connections that nobody needs any more.
+    with pgbouncer(tasklib_postgres.dsn, more="server_idle_timeout = 3") as pooler:
         yield pooler
 
 

@@ -87,6 +87,7 @@ async def test_a_lost_answer_is_asked_for_again_async(database_url: str, conn: C
     assert count_tasks(conn) == 2
 
 
+@pytest.mark.direct("counts backends, which a pooler keeps")
 def test_a_loop_that_ends_leaves_no_connection(config: tasklib.Config, conn: Conn, task: Any) -> None:
     """Also if nobody says so: neither in the pool nor kept at hand."""
     client = tasklib.AsyncClient(config)

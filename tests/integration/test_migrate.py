@@ -80,6 +80,7 @@ def test_a_migrator_waits_for_another(new_database: NewDatabase, direct: Callabl
 
 
 @pytest.mark.slow
+@pytest.mark.direct("waits until the migrator's backend has gone; a pooler keeps it")
 def test_a_killed_migrator_leaves_all_or_nothing(new_database: NewDatabase, database_url: str) -> None:
     """A kill -9 spread over the time that a migration takes; no lock is stranded, and the next run completes it.
 
