@@ -42,8 +42,8 @@ _NAME = _PIDS + 4 * BACKENDS  # its length, then its bytes
 _HEADER_BYTES = 512
 _DOUBLE, _COUNT, _LENGTH = struct.Struct("=d"), struct.Struct("=Q"), struct.Struct("=H")
 _PID_LIST = struct.Struct(f"={BACKENDS}i")
-_SLOT = struct.Struct("=16sqddB7x")  # task id, token, started, must end by, whether a cancel is why
-_LIMIT, _LIMIT_AT = struct.Struct("=dB"), 32  # the last two of them
+_SLOT = struct.Struct("=16sqddBB6x")  # task id, token, started, must end by, whether a cancel is why, own process
+_LIMIT, _LIMIT_AT = struct.Struct("=dB"), 32  # the fourth and fifth of them
 _TAKEN = re.compile(rb"[^\0]")
 
 
@@ -56,6 +56,7 @@ class PageSlot:
     started: float
     must_end_by: float  # inf: no limit
     is_cancelled: bool  # the limit is there because of a cancel
+    is_isolated: bool  # it has a process of its own: to kill the worker would be to kill the wrong one
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Page:
         task = execution.task
         _SLOT.pack_into(
             self._memory, self._records + index * _SLOT.size,
-            task.id.bytes, task.fencing_token, execution.started, execution.must_end_by, 0,
+            task.id.bytes, task.fencing_token, execution.started, execution.must_end_by, 0, execution.is_isolated,
         )  # fmt: skip
         self._memory[_HEADER_BYTES + index] = EXECUTING
 
@@ -167,8 +168,8 @@ class Page:
             if state == FREE:
                 return FREE, None
             if (state, record) == seen:
-                task_id, token, started, must_end_by, is_cancelled = _SLOT.unpack(record)
-                return state, PageSlot(UUID(bytes=task_id), token, started, must_end_by, bool(is_cancelled))
+                task_id, token, started, must_end_by, *flags = _SLOT.unpack(record)
+                return state, PageSlot(UUID(bytes=task_id), token, started, must_end_by, *map(bool, flags))
             seen = (state, record)
 
     def _record(self, index: int) -> bytes:

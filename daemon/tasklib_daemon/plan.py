@@ -179,12 +179,20 @@ Action = Spawn | Stop | Hurry | Abort | Kill | Adopt | Abandon | Leave
 
 
 def plan(state: State, now: float) -> list[Action]:
-    actions = [action for child in state.children if (action := _watch(state, child, now)) is not None]
-    if state.ending is not None:
-        return actions + list(_end(state, state.ending, now))
-    if state.coming is not None:
-        actions += _reload(state, state.coming)
-    return actions + list(_keep_up(state, now)) + list(_recycle(state, now))
+    urgent = {child.number: action for child in state.children if (action := _watch(state, child, now)) is not None}
+    rest = _end(state, state.ending, now) if state.ending is not None else _serve(state, now)
+    return [*urgent.values(), *(each for each in rest if not _is_said(each, urgent))]
+
+
+def _is_said(action: Action, urgent: Mapping[int, Action]) -> bool:
+    """A child is told one thing at a time; but who is to be killed now is, whatever else it was told."""
+    match action:
+        case Stop(number):
+            return number in urgent
+        case Kill(number):
+            return isinstance(urgent.get(number), Kill)
+        case _:
+            return False
 
 
 # --- one child ---
@@ -262,6 +270,13 @@ def _keep_keeper(state: State, now: float) -> Iterator[Action]:
 
 
 # --- the daemon serves ---
+
+
+def _serve(state: State, now: float) -> Iterator[Action]:
+    if state.coming is not None:
+        yield from _reload(state, state.coming)
+    yield from _keep_up(state, now)
+    yield from _recycle(state, now)
 
 
 def _reload(state: State, coming: Generation) -> list[Action]:

@@ -267,7 +267,7 @@ class Supervisor:
         for slot in view.executing:
             if now >= slot.must_end_by:
                 return Overdue(slot.task_id, "cancelled" if slot.is_cancelled else "hard_timeout")
-            if now >= self._cancels.get(slot.task_id, math.inf):
+            if now >= self._cancels.get(slot.task_id, math.inf) and not slot.is_isolated:
                 return Overdue(slot.task_id, "cancelled")
         return None
 
