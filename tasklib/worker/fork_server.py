@@ -403,7 +403,7 @@ class Errand:
 
     def _note_progress(self, _execution: Execution, progress: str) -> None:
         self._progress = progress
-        self._channel.say({"progress": progress})
+        self._channel.say({"progress": from_json(progress)})
 
     def _transactions(self, order: Order) -> Transactions:
         clock = DatabaseClock()

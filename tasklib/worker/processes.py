@@ -12,6 +12,7 @@ database connections, none of which a fork survives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing.spawn
 import os
@@ -22,11 +23,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from tasklib import application
@@ -40,7 +43,6 @@ from tasklib.outcomes import (
     Failed,
     HeldTask,
     Interrupted,
-    Problem,
     Snoozed,
     StopInterrupt,
     TimedOut,
@@ -109,7 +111,7 @@ class Processes:
             self._server = ForkServer(self._config, self._functions)
 
     def wait_until_ready(self) -> None:
-        """An error in the tasks' modules keeps the worker from starting."""
+        """Unless the worker is told to stop. An error in the tasks' modules keeps it from starting."""
         if self._server is not None:
             self._server.wait_until_ready(self._stop_asked.is_set)
 
@@ -129,7 +131,7 @@ class Processes:
         except (OSError, TasklibError) as error:
             log.error("process.not_started", task=execution.task.name, task_id=execution.id, error=str(error))
             self._stop_asked.wait(AFTER_FAILURE_SECONDS)
-            return Interrupted(began=True, ran=False)
+            return Interrupted(began=execution.is_marked, ran=False)
 
     def tell_of_stop(self) -> None:
         """The worker drains: `current_task().should_stop` is true from now on."""
@@ -161,7 +163,8 @@ class Processes:
                 if self._server is not None:
                     self._server.stop()
                 self._server = ForkServer(self._config, self._functions)
-            self._server.wait_until_ready(self._stop_asked.is_set)
+            if not self._server.wait_until_ready(self._stop_asked.is_set):
+                raise TasklibError("the worker stops, and its fork server is not ready")
             return self._server
 
     def _order(self, execution: Execution) -> bytes:
@@ -180,15 +183,13 @@ class Processes:
     def _attend(self, execution: Execution, child: Child) -> Outcome:
         outcome: Outcome | None = None
         for word in child.words():
-            if "progress" in word:
-                self._note_progress(execution, word["progress"])
-            if "backend" in word:
+            if isinstance(progress := word.get("progress"), dict):
+                self._note_progress(execution, to_json(progress).decode())
+            if isinstance(backend := word.get("backend"), int):
                 execution.is_committed = None  # from now on it may be, and nobody may tell
-                self._witness.connected(f"task {execution.id}", word["backend"])
+                self._witness.connected(f"task {execution.id}", backend)
             if "outcome" in word:
-                with contextlib.suppress(KeyError, TypeError):  # it was not we who wrote that
-                    outcome = decoded_outcome(word["outcome"])
-                    execution.is_committed = word["is_committed"]
+                outcome, execution.is_committed = decoded_outcome(word["outcome"]), word.get("is_committed")
         self._witness.disconnected(f"task {execution.id}")
         return outcome if outcome is not None else self._death(execution, child)
 
@@ -215,6 +216,8 @@ class Child:
         self._notice, notify = os.pipe()  # from the server: the child's pid, then its status
         self._notices = b""
         self._speaking = threading.Lock()
+        self._unsaid: deque[bytes] = deque()
+        self._has_begun = False
         self._is_told = False
         self.pid: int | None = None
         self.status: int | None = None  # as `waitpid` tells it
@@ -233,15 +236,13 @@ class Child:
     def begin(self, order: bytes) -> None:
         with self._speaking, contextlib.suppress(OSError):  # it has died: the notice tells
             self._channel.sendall(len(order).to_bytes(8) + order)
+            self._has_begun = True
+        self._say_on()
 
     def say(self, word: bytes) -> None:
-        """Never waits. What a child has no room for, it does not hear."""
-        if self._speaking.acquire(blocking=False):
-            try:
-                with contextlib.suppress(OSError):
-                    self._channel.send(word, socket.MSG_DONTWAIT)
-            finally:
-                self._speaking.release()
+        """After the order. Never waits: what a child has no room for, it does not hear."""
+        self._unsaid.append(word)
+        self._say_on()
 
     def interrupt(self, kind: type[TaskInterrupt], _occupant: object) -> None:
         """Tell it to stop, and have it killed if it does not."""
@@ -287,6 +288,15 @@ class Child:
             self._channel.close()
         os.close(self._notice)
 
+    def _say_on(self) -> None:
+        """Whoever finds another one speaking leaves it to that one, who looks again after that."""
+        while self._has_begun and self._unsaid and self._speaking.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError, IndexError):
+                    self._channel.send(self._unsaid.popleft(), socket.MSG_DONTWAIT)
+            finally:
+                self._speaking.release()
+
     def _guard(self, chunk: bytes, unfinished: bytes) -> None:
         """One that says too much waits, and does not keep its worker busy."""
         if len(unfinished) > LARGEST_WORD_BYTES:
@@ -321,6 +331,7 @@ class ForkServer:
     """The interpreter that forks the children. It ends with its worker, and its children with it."""
 
     def __init__(self, config: Config, functions: Sequence[TaskFunction[..., Any]]) -> None:
+        hello = to_json(_hello(config, functions)) + b"\n"
         self._control, theirs = socket.socketpair()
         self._control.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
@@ -337,19 +348,22 @@ class ForkServer:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
             )
         with contextlib.suppress(OSError):  # it has died already: there will be no answer
-            self._control.sendall(to_json(_hello(config, functions)) + b"\n")
+            self._control.sendall(hello)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_ready(self, gives_up: Callable[[], bool]) -> None:
-        while not self._is_ready and b"\n" not in self._answer:
-            if gives_up() or time.monotonic() > self._deadline:
+    def wait_until_ready(self, gives_up: Callable[[], bool]) -> bool:
+        while not self._is_ready:
+            if gives_up():
+                return False
+            if time.monotonic() > self._deadline:
                 raise TasklibError(f"the fork server for isolated tasks was not ready within {BOOT_SECONDS:g} s")
             self._hear()
-        if not self._is_ready:
-            self._understand(from_json(self._answer))
-            self._is_ready = True
+            if b"\n" in self._answer:
+                self._understand(from_json(self._answer))
+                self._is_ready = True
+        return True
 
     def fork(self, channel: int, notice: int) -> int:
         """The number of the child."""
@@ -468,9 +482,7 @@ _READ: dict[str, Callable[[str], Any]] = {
         datetime.fromisoformat,
     ),
 }
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Completed, Failed, TimedOut, Snoozed, Cancelled, Interrupted)
-}
+_KINDS = {kind.__name__: kind for kind in (Completed, Failed, TimedOut, Snoozed, Cancelled, Interrupted)}
 
 
 def encoded_outcome(outcome: Outcome) -> Word:
@@ -478,12 +490,18 @@ def encoded_outcome(outcome: Outcome) -> Word:
     return {"kind": type(outcome).__name__, **values}
 
 
-def decoded_outcome(word: Word) -> Outcome:
-    values = {name: value for name, value in word.items() if name != "kind"}
-    if "problem" in values:
-        values["problem"] = Problem(**values["problem"])
-    outcome: Outcome = _KINDS[word["kind"]](**values)
-    return outcome
+def decoded_outcome(word: Any) -> Outcome | None:
+    """None: it was not we who wrote that."""
+    try:
+        kind, values = word["kind"], {name: value for name, value in word.items() if name != "kind"}
+        return _reader(kind).validate_python(values)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+
+
+@functools.cache
+def _reader(kind: str) -> TypeAdapter[Outcome]:
+    return TypeAdapter(_KINDS[kind])
 
 
 def _read_words(lines: Sequence[bytes]) -> Iterator[Word]:
@@ -495,7 +513,7 @@ def _read_words(lines: Sequence[bytes]) -> Iterator[Word]:
 
 def _read_word(line: bytes) -> Any:
     try:
-        return from_json(line)
+        return from_json(line, allow_inf_nan=False)
     except ValueError:
         return None
 
