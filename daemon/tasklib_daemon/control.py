@@ -288,10 +288,10 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
 
 def find(environment: Mapping[str, str] = os.environ) -> Path:
     """The control socket of this host's one daemon, where nobody says which: as far as we can see, and may ask."""
-    places = [Path(environment.get("XDG_RUNTIME_DIR") or "/nonexistent"), Path("/run"), Path(tempfile.gettempdir())]
+    places = [Path(environment.get("XDG_RUNTIME_DIR") or "/run"), Path("/run"), Path(tempfile.gettempdir())]
     found = [path for place in places for path in sorted(place.glob("tasklibd*/control.sock")) if _is_mine(path)]
     if environment.get("RUNTIME_DIRECTORY"):
-        found.insert(0, Path(environment["RUNTIME_DIRECTORY"].split(":")[0]) / "control.sock")
+        found.append(Path(environment["RUNTIME_DIRECTORY"].split(":")[0]) / "control.sock")
     living = [path for path in dict.fromkeys(found) if _answers(path)]
     if len(living) == 1:
         return living[0]

@@ -103,6 +103,7 @@ class Sink:
         self._path = path
         self._socket: socket.socket | None = None
         self._is_stuck = False
+        self._is_torn = False
         self.dropped = 0
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork)
@@ -134,18 +135,21 @@ class Sink:
                 self.dropped += 1
 
     def _send(self, data: bytes) -> bool:
-        """False: dropped, in part at least."""
+        """False: dropped. If a part was sent, the next line begins on a line of its own."""
         deadline = time.monotonic() + STUCK_SECONDS
+        data = b"\n" + data if self._is_torn else data
+        whole = len(data)
         while data:
             try:
                 data = data[self._put(data) :]
             except BlockingIOError:
                 if not self._has_room(max(deadline - time.monotonic(), 0)):
                     self._is_stuck = True
-                    return False
+                    break
             except OSError:  # nobody reads any more, or the disk is full
-                return False
-        return True
+                break
+        self._is_torn = 0 < len(data) < whole or (self._is_torn and len(data) == whole)
+        return not data
 
     def _put(self, data: bytes) -> int:
         return self._socket.send(data, socket.MSG_DONTWAIT) if self._socket is not None else os.write(self._fd, data)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 STRUCK_OUT = "***"
 MIN_SECRET_CHARACTERS = 6  # a shorter one would strike out half of every line
-_IN_URL = r"(\b[a-z][a-z0-9+.-]*://[^\s:/@\"']*:)[^\s@]+(?=@)"
+_IN_URL = r"(\b[a-z][a-z0-9+.-]*://[^\s:/@\"']*:)[^\s\"']+(?=@)"
 _IN_STRING = r"(\bpassword\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s'\"&]+)"
 _PASSWORD = re.compile(f"{_IN_URL}|{_IN_STRING}", re.IGNORECASE)
 

@@ -15,7 +15,6 @@ import pkgutil
 import re
 import secrets
 import socket
-import sys
 import tempfile
 import tomllib
 import traceback
@@ -427,9 +426,8 @@ def _place_in_app(error: BaseException) -> str:
     """The innermost line of a file that is not part of importing."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    ours = {__file__, importlib.__file__, sys.modules[discover.__module__].__file__}
-    theirs = [frame for frame in frames if frame.filename not in ours]
+    ours = ("<", importlib.__file__, str(Path(discover.__code__.co_filename).parent), str(Path(__file__).parent))
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 

@@ -86,7 +86,7 @@ def describe(status: Status) -> list[str]:
 
 def _describe_child(name: str, child: ChildStatus) -> str:
     words = [f"  {name:<10} {child.get('state', '?'):<9} pid {child.get('pid') or '-'}"]
-    words += [f"{child[key]} {key}" for key in ("running", "claimed", "ended", "restarts") if key in child]
+    words += [f"{child.get(key)} {key}" for key in ("running", "claimed", "ended", "restarts") if key in child]
     if "memory_bytes" in child:
         words.append(f"{child['memory_bytes'] / 1024 / 1024:.0f} MB")
     if "cpu_percent" in child:

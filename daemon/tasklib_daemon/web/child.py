@@ -6,7 +6,6 @@ import asyncio
 import errno
 import signal
 import socket
-import sys
 from typing import TYPE_CHECKING
 
 from tasklib_daemon import logs
@@ -24,11 +23,7 @@ HOPELESS = frozenset({errno.EACCES, errno.EPERM})
 
 
 def run(settings: Settings, channel: Channel) -> None:
-    try:
-        asyncio.run(_WebChild(settings, channel).run())
-    except Exit as failed:
-        channel.send({"say": "failed", "code": int(failed.code), "message": failed.message})
-        sys.exit(failed.code)
+    asyncio.run(_WebChild(settings, channel).run())
 
 
 class _WebChild:
