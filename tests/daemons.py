@@ -39,6 +39,9 @@ except exits.Exit as error:
     sys.exit(error.code)
 """
 
+_AS_PROGRAM = ("-c", _PROGRAM)
+TASKLIBD = ("-m", "tasklib_daemon", "run", "--config")  # as users start it
+
 Line = dict[str, Any]
 
 
@@ -48,7 +51,6 @@ class Daemon:
     def __init__(self, popen: subprocess.Popen[bytes], directory: Path) -> None:
         self.popen = popen
         self.directory = directory
-        self._log = directory / "log"
 
     @property
     def pid(self) -> int:
@@ -88,7 +90,9 @@ class Daemon:
     # --- its log ---
 
     def output(self) -> str:
-        return self._log.read_text("utf-8", "replace")
+        """All of it, the oldest first, also if its log was rotated."""
+        files = sorted(self.directory.glob("log*"), key=lambda file: file.name, reverse=True)
+        return "".join(file.read_text("utf-8", "replace") for file in files)
 
     def tail(self) -> str:
         """For an error message."""
@@ -140,6 +144,7 @@ def daemon(
     environment: Mapping[str, str] | None = None,
     waits: bool = True,
     wrapper: tuple[str, ...] = (),
+    program: tuple[str, ...] = _AS_PROGRAM,
     **settings: Any,
 ) -> Iterator[Daemon]:
     """A daemon that serves tests/daemon_app; ready, unless it need not be waited for. Settings are those of its file,
@@ -156,7 +161,7 @@ def daemon(
         (directory / "daemon.toml").write_text(_toml(given | settings), "utf-8")
         with (directory / "log").open("wb") as log:
             popen = subprocess.Popen(
-                [*wrapper, sys.executable, "-c", _PROGRAM, str(directory / "daemon.toml")],
+                [*wrapper, sys.executable, *program, str(directory / "daemon.toml")],
                 env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, cwd=ROOT,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
