@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 
 @tasklib.task
-def nap(seconds: float = 60.0) -> None:
-    time.sleep(seconds)
+def keeper_nap(seconds: float = 60.0) -> None:
+    """In short ones, so that it can be told to stop."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.02)
 
 
 class _Telling(Witness):
