@@ -13,15 +13,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 import tasklib
-from tasklib.worker import runners
+from tasklib.worker.surroundings import WorkerSurroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from tasklib.worker.execution import Execution
 
 CONCURRENCY = 4
 NAP_SECONDS = 0.02
@@ -32,15 +28,23 @@ def write(file: int, **values: object) -> None:
     os.write(file, json.dumps(values).encode() + b"\n")
 
 
+def keep_journal(path: str) -> None:
+    global _journal  # noqa: PLW0603 - task functions have no other way to it
+    _journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
 def attempt() -> int:
-    number: int = structlog.contextvars.get_contextvars()["attempt"]
-    return number
+    return tasklib.current_task().attempt
 
 
 def _note(event: str) -> None:
-    bound = structlog.contextvars.get_contextvars()
-    known = {name: bound[name] for name in ("task_id", "token", "attempt", "worker_id", "task")}
-    write(_journal, event=event, pid=os.getpid(), at=time.time(), **known)
+    current = tasklib.current_task()
+    assert isinstance(current.surroundings, WorkerSurroundings)
+    held = current.surroundings.execution.task
+    write(
+        _journal, event=event, pid=os.getpid(), at=time.time(), task_id=str(current.id), token=held.fencing_token,
+        attempt=current.attempt, worker_id=held.worker_id, task=current.name,
+    )  # fmt: skip
 
 
 def _note_end(ended: str) -> None:
@@ -165,22 +169,9 @@ async def late_async() -> None:
     await asyncio.sleep(5)
 
 
-def _bind_token() -> None:
-    """The worker binds the task's id; the journal wants the token too."""
-    bind = runners.bind_log_context
-
-    def bind_with_token(execution: Execution) -> None:
-        bind(execution)
-        structlog.contextvars.bind_contextvars(token=execution.task.fencing_token)
-
-    runners.bind_log_context = bind_with_token
-
-
 def main(url: str, journal: str, lease_seconds: str, name: str) -> None:
-    global _journal  # noqa: PLW0603 - task functions have no other way to it
-    _journal = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    keep_journal(journal)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    _bind_token()
     # Kills at this rate look like guilt; what is tried here is recovery.
     config = tasklib.Config(url, lease_seconds=float(lease_seconds), bury_after=50, worker_id=name)
     tasklib.TaskWorker(config, concurrency=CONCURRENCY, grace_seconds=10).run_sync()
