@@ -485,7 +485,7 @@ def test_names_that_nobody_serves_are_told(
         Kept(given) as kept,
         running(given.config(), queues=["default"], duties=False) as worker,
     ):
-        wait_until(lambda: kept.is_so(unserved=["nobody_knows_me", "keeper_work"]), "both to be told")
+        wait_until(lambda: kept.is_so(unserved=["keeper_work", "nobody_knows_me"]), "both to be told")
         assert "tasks.unserved" in caplog.text
         worker.stop()
 

@@ -49,9 +49,12 @@ def test_the_snapshot_is_what_the_migrations_make(database_url: str) -> None:
     assert snapshot(database_url) == SNAPSHOT.read_text(encoding="utf-8")
 
 
-def test_every_named_query_can_be_prepared(conn: Conn) -> None:
+@pytest.mark.parametrize(
+    "noun", ["tasks", "workers", "claims", "crashes", "elections", "janitor", "worker_states", "testing"]
+)
+def test_every_named_query_can_be_prepared(conn: Conn, noun: str) -> None:
     """A query that names a missing column fails here, not in production."""
-    for number, sql in enumerate(queries("tasks", "tasklib").values()):
+    for number, sql in enumerate(queries(noun, "tasklib").values()):
         conn.execute(literal(f"prepare query_{number} as {sql}"))
 
 

@@ -17,6 +17,7 @@ import pytest
 import tasklib
 from tasklib import migrate
 from tasklib.connection import WORKER_SETTINGS, connection_string
+from tasklib.duties.statements import KeeperStatements
 from tasklib.statements import WorkerStatements
 from tasklib.worker.session import Session
 from tests.explain import PLACE, Statistics, explain
@@ -293,6 +294,19 @@ def test_recovering_reads_the_claims_of_the_dead(
         plan = explain(conn, plan_mode, recovery)
         assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
         assert plan.pages_of("tasks") <= 10 * CLAIM_SIZE, plan
+
+
+@pytest.mark.usefixtures("known")
+def test_a_death_that_was_seen_is_recovered_by_keys(conn: Conn, plan_mode: str, config: tasklib.Config) -> None:
+    """The claims of one worker, and what stands in them; never the table."""
+    statements = KeeperStatements(config)
+    for statement in (statements.held(DEAD_WORKER), statements.forget_claims(DEAD_WORKER)):
+        plan = explain(conn, plan_mode, statement)
+        assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
+        assert plan.pages_of("tasks") <= 5_000, plan  # it holds five hundred
+        assert plan.pages_of("claims") <= 50, plan
+    for statement in (statements.declare_dead(DEAD_WORKER), statements.renew_for([WORKER])):
+        assert explain(conn, plan_mode, statement).pages <= 20
 
 
 @pytest.mark.usefixtures("known")
