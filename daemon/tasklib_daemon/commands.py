@@ -82,11 +82,12 @@ def run_daemon(
     web_port: WebPort = None,
 ) -> None:  # fmt: skip
     """Run workers, keeper and web until SIGTERM."""
-    settings = _settings(locals())
+    options = locals()
+    settings = _settings(options)
     from tasklib_daemon import logs, supervisor  # noqa: PLC0415 - the other commands are to be quick
 
     logs.configure(settings)
-    raise typer.Exit(supervisor.run(settings))
+    raise typer.Exit(supervisor.run(settings, reload=lambda: _settings(options)))
 
 
 @app.command()
@@ -102,8 +103,8 @@ def check(
     from tasklib_daemon.rehearsal import rehearse  # noqa: PLC0415 - as above
 
     tasks = rehearse(settings)
-    queues_words = ", ".join(settings.queues) if settings.queues else "all queues"
-    typer.echo(f"ok: {settings.workers} workers, {settings.concurrency} tasks each, {queues_words}")
+    where = f"queues {', '.join(settings.queues)}" if settings.queues else "all queues"
+    typer.echo(f"ok: {settings.workers} workers, {settings.concurrency} tasks each, {where}")
     typer.echo(f"tasks: {', '.join(tasks)}")
 
 

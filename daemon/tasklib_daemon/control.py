@@ -32,6 +32,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_CONNECTIONS = 32
 CONNECTION_SECONDS = 5.0  # then it is closed, however far it is
 BACKLOG = 16
+SHARED_PLACES = (Path("/run"), Path(tempfile.gettempdir()))  # beside $RUNTIME_DIRECTORY and $XDG_RUNTIME_DIR
 
 
 class Request:
@@ -288,7 +289,8 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
 
 def find(environment: Mapping[str, str] = os.environ) -> Path:
     """The control socket of this host's one daemon, where nobody says which: as far as we can see, and may ask."""
-    places = [Path(environment.get("XDG_RUNTIME_DIR") or "/run"), Path("/run"), Path(tempfile.gettempdir())]
+    own = environment.get("XDG_RUNTIME_DIR")
+    places = [*([Path(own)] if own else []), *SHARED_PLACES]
     found = [path for place in places for path in sorted(place.glob("tasklibd*/control.sock")) if _is_mine(path)]
     if environment.get("RUNTIME_DIRECTORY"):
         found.append(Path(environment["RUNTIME_DIRECTORY"].split(":")[0]) / "control.sock")

@@ -9,7 +9,7 @@ import stat
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import BaseModel
@@ -20,6 +20,9 @@ from tasklib.registry import default_registry
 from tasklib_daemon.exits import Exit, ExitCode, exit_for, one_line
 from tasklib_daemon.redaction import redactor
 from tasklib_daemon.settings import KEYS, SECRETS, SECTIONS, Settings, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SAMPLE = Path(__file__).resolve().parents[2] / "daemon" / "tasklibd.toml"
 SECRET = "S3CR3T-canary-41"
@@ -79,7 +82,7 @@ def test_database_of_other_programs_is_the_last_resort() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("wrokers = 3", "unknown setting wrokers (FILE): did you mean workers?"),
+        ("wrkers = 3", "unknown setting wrkers (FILE): did you mean workers?"),
         ("[web]\nprot = 1", "unknown setting web.prot (FILE): did you mean web.port?"),
         ("[wbe]\nport = 1", "unknown setting wbe (FILE): did you mean web?"),
         ("max_memory_mb = 1", "unknown setting max_memory_mb (FILE): did you mean recycle.max_memory_mb?"),
@@ -103,8 +106,8 @@ def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, said: st
 
 def test_mistakes_in_the_environment(tmp_path: Path) -> None:
     """A misspelt variable would otherwise be ignored in silence; so would a misspelt credential."""
-    assert refusal(environment={**NAMED, "TASKLIB_WROKERS": "3"}) == (
-        "unknown variable TASKLIB_WROKERS: did you mean TASKLIB_WORKERS?"
+    assert refusal(environment={**NAMED, "TASKLIB_WRKERS": "3"}) == (
+        "unknown variable TASKLIB_WRKERS: did you mean TASKLIB_WORKERS?"
     )
     assert "workers (TASKLIB_WORKERS): " in refusal(environment={**NAMED, "TASKLIB_WORKERS": SECRET})
     write(tmp_path / "databse_url", URL)
@@ -219,7 +222,7 @@ def test_secrets_are_not_options() -> None:
     """Arguments are shown by `ps`: no command has one for a secret."""
     from tasklib_daemon import commands  # noqa: PLC0415 - needs the extra
 
-    parameters = {name for each in commands.app.registered_commands for name in each.callback.__annotations__}  # type: ignore[union-attr]
+    parameters = {name for each in commands.app.registered_commands for name in each.callback.__annotations__}
     assert "web_port" in parameters
     assert not parameters & {*SECRETS, *(key.replace(".", "_") for key in SECRETS)}
 
@@ -228,7 +231,7 @@ def test_secrets_are_not_options() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An application's package, importable for the length of a test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -239,7 +242,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(made / "tasks.py", "import tasklib\n@tasklib.task\ndef charge() -> None: ...\n")
     write(made / "mail" / "jobs.py", "import tasklib\n@tasklib.task\ndef send() -> None: ...\n")
     write(made / "mail" / "__main__.py", "raise RuntimeError('a program, not a module')\n")
-    yield made  # type: ignore[misc]
+    yield made
     for name in [name for name in sys.modules if name.startswith("daemon_shop")]:
         del sys.modules[name]
 
@@ -294,10 +297,10 @@ def test_missing_application_is_told(package: Path) -> None:
 
 def test_each_kind_of_end_has_a_code_of_its_own() -> None:
     """A service manager tells by the code what a restart will not cure."""
-    assert exit_for(InvalidConfig("x")).code == ExitCode.CONFIG == 78
-    assert exit_for(tasklib.errors.SchemaOutdated("x")).code == ExitCode.SCHEMA == 76
-    assert exit_for(Exit(ExitCode.IMPORT, "x")).code == ExitCode.IMPORT == 70
-    assert exit_for(ValueError("x")).code == ExitCode.FAILED == 1
+    assert exit_for(InvalidConfig("x")).code == ExitCode(78)
+    assert exit_for(tasklib.errors.SchemaOutdated("x")).code == ExitCode(76)
+    assert exit_for(Exit(ExitCode.IMPORT, "x")).code == ExitCode(70)
+    assert exit_for(ValueError("x")).code == ExitCode(1)
     assert len(set(ExitCode)) == len(ExitCode)
     assert one_line(ValueError("two\n  lines")) == "ValueError: two lines"
     assert one_line(KeyError()) == "KeyError"
