@@ -28,8 +28,8 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
     logs.revive()
     worker = TaskWorker(
         settings.config(), settings.concurrency, settings.poll_interval_seconds, settings.queues,
-        buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, handle_signals=False,
-        witness=own_page.witness(),
+        buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, duties=False,
+        handle_signals=False, witness=own_page.witness(),
     )  # fmt: skip
     ears = Ears(worker, own_page, channel)
     bell = Ear(settings.runtime_directory, slot, worker)
