@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ NONSENSE = b"""{"outcome": {"kind": "Completed"}}
 {"outcome": {"kind": "Snoozed", "delay_seconds": NaN}}
 in the middle of a w"""
 _around: list[str] = []
+_opened: list[tuple[socket.socket, socket.socket]] = []
 
 
 @tasklib.around_task
@@ -161,10 +163,10 @@ def kill_itself() -> None:
 
 
 @tasklib.task(isolation="process")
-async def close_descriptors() -> None:
+def close_descriptors() -> None:
+    """And open others: what has the number of the way to the worker leads somewhere else."""
     os.closerange(0, 4096)
-    for _ in range(64):
-        os.open("/dev/null", os.O_RDWR)  # what has the number of the way to the worker is something else
+    _opened.extend(socket.socketpair() for _ in range(32))
 
 
 @tasklib.task(isolation="process")
@@ -180,6 +182,11 @@ def babble() -> None:
 def hog(megabytes: int) -> int:
     held = [bytearray(2**20) for _ in range(megabytes)]
     return len(held)
+
+
+@tasklib.task(isolation="process", memory_limit_mb=200, max_retries=0)
+def return_much(megabytes: int) -> str:
+    return "x" * megabytes * 2**20
 
 
 @tasklib.task(isolation="process", timeout_seconds=0.3, max_retries=0)
@@ -254,7 +261,9 @@ def leave_a_child_behind() -> int:
 def linger_once(told: str) -> None:
     """For ever the first time, and not at all the second."""
     if not Path(told).exists():
-        _overrun("deaf", told)
+        child = subprocess.Popen(["sleep", str(FOR_EVER)])
+        Path(told).write_text(f"{os.getpid()} {child.pid}")
+        hold_the_gil()
 
 
 @tasklib.task(isolation="process")

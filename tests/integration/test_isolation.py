@@ -246,6 +246,9 @@ def test_a_limit_to_memory_is_its_own(place: Place, tasks: ModuleType, tmp_path:
         assert "memory_limit_mb=200 was reached" in (task.error or "")
         assert "MB were in use before it began" in (task.error or "")
         assert place.result(tasks.hog, 20) == 20
+        assert "the limit is 1048576" in str(
+            place.run(tasks.return_much, 70).result
+        )  # to store it is no work of the task's
         assert place.result(tasks.where, NOON)
 
 
@@ -304,14 +307,14 @@ def test_who_kills_the_fork_server_is_a_suspect_and_the_next_one_takes_over(
     """
     server, told = place.server, tmp_path / "told"
     bystander = place.submit(tasks.linger_once, str(told))
-    wait_until(lambda: bool(pids_in(told)), "the bystander")
+    wait_until(lambda: len(pids_in(told)) == 2, "the bystander")
     culprit = place.submit(tasks.kill_the_server, server)
     for id_ in (culprit, bystander):
         task = wait_final(place.client, id_)
         assert (task.state, task.crash_count, task.retry_count) == ("completed", 1, 0)
         assert place.attempts(id_) == [("WORKER_FAILURE", "the fork server died under it"), ("COMPLETED", None)]
     assert place.server != server
-    assert is_gone(pids_in(told)[0])
+    wait_until(lambda: all(is_gone(pid) for pid in pids_in(told)), "the end of its first run", seconds=5)
 
 
 # --- Coming and going ------------------------------------------------------------------------------------------------
@@ -351,38 +354,58 @@ PROGRAM = """
     import os, subprocess, sys, time
     import tasklib
 
-    @tasklib.task(isolation="process")
+    @tasklib.task(isolation="process", queue="program")
     def linger(path: str) -> None:
         child = subprocess.Popen(["sleep", "1000"])
         with open(path, "w") as file:
             file.write(f"{os.getpid()} {os.getppid()} {child.pid}")
         time.sleep(1000)
 
+    @tasklib.task(queue="program")
+    def fork(path: str) -> None:
+        if (pid := os.fork()) == 0:
+            time.sleep(1000)
+        with open(path, "w") as file:
+            file.write(str(pid))
+
     if __name__ == "__main__":
-        worker = tasklib.TaskWorker(tasklib.Config(sys.argv[1]), queues=["program"])
-        worker.run_sync()
+        tasklib.TaskWorker(tasklib.Config(sys.argv[1]), concurrency=2, queues=["program"]).run_sync()
 """
 
 
-def test_processes_die_with_their_worker(config_of_all: tasklib.Config, tmp_path: Path) -> None:
-    """Killed by SIGKILL, a program that defines its tasks in its main file leaves nothing: no fork server, no child,
-    no child of the child.
+@pytest.mark.parametrize("server_too", [False, True], ids=["worker", "worker and fork server"])
+def test_processes_die_with_their_worker(config_of_all: tasklib.Config, tmp_path: Path, *, server_too: bool) -> None:
+    """Killed by SIGKILL, a program that defines its tasks in its main file leaves no fork server, no isolated task, and
+    nothing that one has started; also when something else has inherited the worker's descriptors. Killed together with
+    its fork server, it leaves no isolated task.
     """
-    program, told = tmp_path / "program.py", tmp_path / "told"
+    program, told, other = tmp_path / "program.py", tmp_path / "told", tmp_path / "other"
     program.write_text(textwrap.dedent(PROGRAM))
     process = subprocess.Popen([sys.executable, str(program), config_of_all.database_url])
     try:
         with tasklib.Client(config_of_all) as client:
             client.submit_task("linger", str(told), queue="program")
             wait_until(lambda: len(pids_in(told)) == 3, "the task to run")
-            pids = pids_in(told)
-            assert not any(is_gone(pid) for pid in pids)
-            process.send_signal(signal.SIGKILL)
-            process.wait(10)
-            wait_until(lambda: all(is_gone(pid) for pid in pids), "the end of all of them", seconds=5)
+            client.submit_task("fork", str(other), queue="program")
+            wait_until(lambda: bool(pids_in(other)), "the fork")
+        isolated, server, child = pids_in(told)
+        assert not any(is_gone(pid) for pid in (isolated, server, child))
+        if server_too:
+            os.kill(server, signal.SIGSTOP)  # so that it does nothing before its end
+        process.kill()
+        process.wait(10)
+        if server_too:
+            os.kill(server, signal.SIGKILL)
+        gone = (isolated, server) if server_too else (isolated, server, child)
+        wait_until(lambda: all(is_gone(pid) for pid in gone), "the end of all of them", seconds=5)
     finally:
         process.kill()
         process.wait(10)
+        for pid in (*pids_in(told), *pids_in(other)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with psycopg.connect(config_of_all.database_url, autocommit=True) as conn:
+            conn.execute("delete from tasklib.tasks where queue = 'program'")
 
 
 def test_a_task_that_no_other_interpreter_can_find_keeps_the_worker_from_starting(config: tasklib.Config) -> None:
