@@ -105,9 +105,9 @@ class Sink:
         self._is_stuck = False
         self._is_torn = False
         self.dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may log while its own thread does
         os.register_at_fork(after_in_child=self._after_fork)
-        self._fd = self._open()
+        self._open_anew()
 
     def fileno(self) -> int:
         return self._fd
@@ -121,12 +121,17 @@ class Sink:
         except OSError as error:
             self.write(f'{{"level": "error", "event": "log.not_reopened", "error": {json.dumps(error.strerror)}}}\n')
             return
+        if not self._is_ours():
+            self._fd = os.dup(opened)
         os.dup2(opened, self._fd, inheritable=False)
         os.close(opened)
+        self._identity = _identity(self._fd)
 
     def write(self, line: str) -> None:
         data = line.encode("utf-8", "backslashreplace")
         with self._lock:
+            if not self._is_ours():
+                self._open_anew()
             if self._is_stuck and self._has_room(0):
                 self._is_stuck = False
                 told, self.dropped = self.dropped, 0
@@ -159,6 +164,17 @@ class Sink:
         poll.register(self._fd, select.POLLOUT)
         return bool(poll.poll(seconds * 1000))
 
+    def _is_ours(self) -> bool:
+        """A task may have closed what it found open; then the number is soon that of a connection to PostgreSQL."""
+        return self._identity == _identity(self._fd)
+
+    def _open_anew(self) -> None:
+        if self._socket is not None:
+            self._socket.detach()  # else it would close a descriptor that is somebody else's now
+            self._socket = None
+        self._fd = self._open()
+        self._identity = _identity(self._fd)
+
     def _open(self) -> int:
         if self._path is not None:
             try:
@@ -168,12 +184,19 @@ class Sink:
         kind = os.fstat(2).st_mode
         if stat.S_ISSOCK(kind):  # systemd's journal
             self._socket = socket.socket(fileno=os.dup(2))
-        elif stat.S_ISFIFO(kind):
-            return _unblocked(2)
-        return 2
+            return self._socket.fileno()
+        return _unblocked(2) if stat.S_ISFIFO(kind) else 2
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        self._lock = threading.RLock()  # another thread of the parent's may have held it
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    try:
+        about = os.fstat(descriptor)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
 
 
 def _open_file(path: Path) -> int:
@@ -266,7 +289,10 @@ def _in_order(about: Event) -> Processor:
 
 
 def _bounded(value: Any) -> Any:
-    return value[:MAX_TEXT] + "..." if type(value) is str and len(value) > MAX_TEXT else value
+    """Both ends are kept: a traceback says at its end what happened."""
+    if type(value) is str and len(value) > MAX_TEXT:
+        return f"{value[: MAX_TEXT // 2]} ... {value[-MAX_TEXT // 2 :]}"
+    return value
 
 
 def _redacting(secrets: Iterable[str]) -> Callable[[Any, str, str], str]:
@@ -275,7 +301,11 @@ def _redacting(secrets: Iterable[str]) -> Callable[[Any, str, str], str]:
 
 
 def _json(_logger: Any, _method: str, event: Event) -> str:
-    return to_json(event, fallback=repr, inf_nan_mode="strings").decode() + "\n"
+    try:
+        return to_json(event, fallback=repr, inf_nan_mode="strings").decode() + "\n"
+    except Exception:  # noqa: BLE001 - bytes that are no text, half of a character, a list that holds itself
+        plain = {key: value if type(value) is str and value.isascii() else ascii(value) for key, value in event.items()}
+        return to_json(plain).decode() + "\n"
 
 
 _COLOURS = {"warning": "33", "error": "31", "critical": "31"}

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tasklib.registry import default_registry
+from tasklib_daemon import preload
 from tasklib_daemon.exits import Exit, ExitCode, exit_for
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _import_and_tell(settings: Settings, pipe: int) -> NoReturn:
     told: tuple[int, str, list[str]]
     try:
         os.setpgid(0, 0)
-        settings.import_app()
+        preload.import_app(settings) if settings.preload else settings.import_app()
         told = (0, "", sorted(function.name for function in default_registry))
     except BaseException as error:  # noqa: BLE001 - told to who asked
         found = exit_for(error)

@@ -83,11 +83,11 @@ def test_check_needs_no_database(directory: Path) -> None:
 def test_check_says_what_is_wrong_with_the_settings(directory: Path) -> None:
     """In one line, with the code for settings; wrong options have the usual code for usage."""
     file = directory / "tasklibd.toml"
-    file.write_text("app = ['shop_tasks']\nwrkers = 3\n")
+    file.write_text("app = ['shop_tasks']\nworkerz = 3\n")
     said = refused(tasklibd(directory, "check", "--config", str(file)), ExitCode.CONFIG)
-    assert said == f"unknown setting wrkers ({file}): did you mean workers?"
+    assert said == f"unknown setting workerz ({file}): did you mean workers?"
     assert "app names no module" in refused(tasklibd(directory, "run"), ExitCode.CONFIG)
-    assert tasklibd(directory, "check", "--wrkers", "3").returncode == ExitCode.USAGE
+    assert tasklibd(directory, "check", "--workerz", "3").returncode == ExitCode.USAGE
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_everything_that_is_logged_is_json_and_holds_no_secret() -> None:
         logging.getLogger("shop.mail").info("to %s\\nand others, password=%s", "a@b.c", "pw")
         logging.getLogger("shop").debug("unseen")
         warnings.warn("careful")
+        log.info("odd", raw=b"\\xff", half="\\ud800", number=float("nan"), itself=(loop := []).append(loop) or loop)
+        log.info("long", text="begin" + "x" * 100_000 + "end")
         try:
             raise ValueError("cannot reach {SECRET}")
         except ValueError:
@@ -80,8 +82,11 @@ def test_everything_that_is_logged_is_json_and_holds_no_secret() -> None:
     assert (second["pid"], "nothing" in second) == (4711, False)
     assert (third["amount"], third["url"], third["logger"]) == (3, "postgresql://u:***@h/d", "shop")
     assert "careful" in events[4]["event"]
-    assert "in <module>\nValueError: cannot reach ***" in events[5]["exception"]
-    assert [(event["task_id"], event["task"]) for event in events[6:]] == [("7", "send")] * 2
+    assert (events[5]["event"], events[5]["raw"]) == ("odd", "b'\\xff'")
+    assert len(events[6]["text"]) < 20_000
+    assert (events[6]["text"][:5], events[6]["text"][-3:]) == ("begin", "end")
+    assert "in <module>\nValueError: cannot reach ***" in events[7]["exception"]
+    assert [(event["task_id"], event["task"]) for event in events[8:]] == [("7", "send")] * 2
     assert SECRET not in text
 
 
@@ -179,6 +184,31 @@ def test_reopen_goes_on_in_a_new_file(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in first] == ["one", "two"]
     assert [json.loads(line)["event"] for line in second] == ["three", "log.not_reopened", "four"]
     assert (tmp_path / "log.1").stat().st_mode & 0o007 == 0
+
+
+def test_a_task_that_closes_descriptors_does_not_send_the_log_elsewhere(tmp_path: Path) -> None:
+    """What is opened next gets the log's number: it may be a connection to PostgreSQL, and must get none of it."""
+    other = tmp_path / "other"
+    run(
+        """
+        configure(file=Path(sys.argv[1]))
+        number = logs.fileno()
+        log.info("one")
+        os.closerange(3, 100)
+        others = [os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT) for _ in range(10)]
+        assert number in others
+        log.info("two")
+        os.closerange(3, 100)
+        others = [os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT) for _ in range(20)]
+        logs.reopen()
+        log.info("three")
+        """,
+        str(tmp_path / "log"),
+        str(other),
+    )
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["one", "two", "three"]
+    assert other.read_text() == ""
 
 
 def test_a_file_that_cannot_be_opened_is_a_clear_error(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_database_of_other_programs_is_the_last_resort() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("wrkers = 3", "unknown setting wrkers (FILE): did you mean workers?"),
+        ("workerz = 3", "unknown setting workerz (FILE): did you mean workers?"),
         ("[web]\nprot = 1", "unknown setting web.prot (FILE): did you mean web.port?"),
         ("[wbe]\nport = 1", "unknown setting wbe (FILE): did you mean web?"),
         ("max_memory_mb = 1", "unknown setting max_memory_mb (FILE): did you mean recycle.max_memory_mb?"),
@@ -106,8 +106,8 @@ def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, said: st
 
 def test_mistakes_in_the_environment(tmp_path: Path) -> None:
     """A misspelt variable would otherwise be ignored in silence; so would a misspelt credential."""
-    assert refusal(environment={**NAMED, "TASKLIB_WRKERS": "3"}) == (
-        "unknown variable TASKLIB_WRKERS: did you mean TASKLIB_WORKERS?"
+    assert refusal(environment={**NAMED, "TASKLIB_WORKERZ": "3"}) == (
+        "unknown variable TASKLIB_WORKERZ: did you mean TASKLIB_WORKERS?"
     )
     assert "workers (TASKLIB_WORKERS): " in refusal(environment={**NAMED, "TASKLIB_WORKERS": SECRET})
     write(tmp_path / "databse_url", URL)
