@@ -124,6 +124,7 @@ class Claimer:
         self._compare_at = math.inf
         self._no_suspects_until = 0.0
         self._suspects_at = 0.0
+        self._left_suspects = False  # if there were any: the last look was not open to them
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
         self.claimed = 0  # in all; grows when they are in the buffer
@@ -135,6 +136,10 @@ class Claimer:
 
     def expects_more(self) -> bool:
         return self._may_have_more
+
+    def expects_more_when_idle(self) -> bool:
+        """Also suspects, which wait for a worker that has nothing else to do."""
+        return self._may_have_more or self._left_suspects
 
     def distrust(self) -> None:
         """What is held has to be compared with the database before anything starts."""
@@ -217,8 +222,10 @@ class Claimer:
         would. What waits for company to end holds up everything behind it.
         """
         now = time.monotonic()
+        self._left_suspects = True  # before it is asked who is idle: whoever becomes so meanwhile looks again
         if now <= self._no_suspects_until or (now < self._suspects_at and not self._buffer.is_idle()):
             return False
+        self._left_suspects = False
         self._suspects_at = now + SUSPECTS_EVERY_SECONDS
         return True
 

@@ -186,7 +186,7 @@ class Crew:
 
     def _after_settlement(self) -> None:
         self._settled.set()
-        if self.claimer.expects_more() and self.buffer.is_idle():
+        if self.claimer.expects_more_when_idle() and self.buffer.is_idle():
             self.loops["claim"].wake()  # it may have waited for the settlements
 
     def _slot_free(self) -> None:

@@ -768,6 +768,29 @@ def test_a_suspect_does_not_keep_others_waiting_behind_it(
             wait_final(client, task_id)
 
 
+def test_suspects_run_as_soon_as_the_worker_is_idle(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
+    """Those that it left alone while it was busy, and one after the other. They do not wait for the poll."""
+    began, release = threading.Event(), threading.Event()
+
+    @tasklib.task
+    def slow() -> None:
+        began.set()
+        release.wait(20)
+
+    quick = tasklib.task(name="quick")(lambda: None)
+    with running(config, concurrency=4, poll_interval_seconds=60):
+        slow_id = client.submit(slow.new())
+        assert began.wait(20)
+        with conn.transaction():
+            suspects = client.submit_many([quick.new() for _ in range(3)], connection=conn)
+            conn.execute("update tasklib.tasks set suspect = true where id = any(%s)", [suspects])
+        wait_final(client, client.submit(quick.new()))  # it has looked, and taken what it may
+        assert {get(client, each).state for each in suspects} == {"pending"}
+        release.set()
+        for task_id in [slow_id, *suspects]:
+            wait_final(client, task_id, seconds=5)
+
+
 def test_what_must_not_run_twice_is_marked_before_its_first_line(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:
