@@ -51,7 +51,8 @@ FRESH_SECONDS = 5.0  # what the supervisor said of its workers; it says so every
 ANSWER_SECONDS = 5.0  # the database has answered lately: the election asks every second or so
 CENSUS_SECONDS = 10.0  # also before the first: workers that have just started have to register
 DRAIN_SECONDS = 5.0  # for reports that wait, when it is told to stop
-STOP_SECONDS = 2.0  # for each loop
+STOP_SECONDS = 3.0  # for its loops
+LISTEN_SECONDS = 1.0  # at a time: a stop may have to wait for it
 HOUR_SECONDS = 3600.0
 
 
@@ -107,8 +108,9 @@ class Keeper:
         )
         self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
         self._listener = Listener(
-            self._sessions["listen"], settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel
-        )
+            self._sessions["listen"], settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel,
+            wait_seconds=LISTEN_SECONDS,
+        )  # fmt: skip
         self._loops = {
             "crashes": Loop("crashes", self.recoveries),
             "listen": Loop("listen", self._listener),
@@ -151,8 +153,9 @@ class Keeper:
         loops = [loop for loop in self._loops.values() if loop.is_alive()]
         for loop in loops:
             loop.stop()
+        until = time.monotonic() + STOP_SECONDS
         for loop in loops:
-            loop.join(STOP_SECONDS)
+            loop.join(max(until - time.monotonic(), 0.0))
         if not any(loop.is_alive() for loop in loops):
             self._leave()
         log.info("keeper.stopped")

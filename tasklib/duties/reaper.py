@@ -7,6 +7,7 @@ server and this connection have been up for one lease, nobody is declared dead: 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from tasklib.duties.settling import Decided, Settling
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tasklib.worker.session import Session
 
 KEEP_DEAD_SECONDS = 3600.0  # the rows of dead workers, for somebody who looks
+FORGET_EVERY_SECONDS = 60.0
 
 
 class Reaper:
@@ -36,6 +38,7 @@ class Reaper:
         self._statements = statements
         self._settling = Settling(session, statements)
         self._keep_dead_seconds = keep_dead_seconds
+        self._forget_at = 0.0
         self._lease_seconds = config.lease_seconds
         self._pause_seconds = min(config.lease_seconds / 15, 1.0)
         self._rules = Rules(bury_after=config.bury_after, timeout_delta_seconds=config.timeout_delta_seconds)
@@ -46,7 +49,9 @@ class Reaper:
             return self._pause_seconds
         self._declare_dead()
         self._recover_abandoned()
-        self._session.run(self._statements.forget_dead(self._keep_dead_seconds))
+        if time.monotonic() >= self._forget_at:
+            self._session.run(self._statements.forget_dead(self._keep_dead_seconds))
+            self._forget_at = time.monotonic() + FORGET_EVERY_SECONDS
         return self._pause_seconds
 
     def _declare_dead(self) -> None:

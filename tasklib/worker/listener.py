@@ -7,6 +7,7 @@ ten seconds after that.
 
 from __future__ import annotations
 
+import selectors
 import time
 from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
@@ -36,10 +37,13 @@ class Listener:
         queues: Sequence[str] | None,
         on_ring: Callable[[], None],
         on_cancel: Callable[[UUID], None],
+        *,
+        wait_seconds: float = LISTEN_SECONDS,
     ) -> None:
         self._session = session
         self._on_ring = on_ring
         self._on_cancel = on_cancel
+        self._wait_seconds = wait_seconds
         self._check_channel = f"tasklib_check_{uuid4().hex}"
         rings = ["task_new"] if queues is None else [f"task_queue_{queue}" for queue in queues]
         self._channels = [*rings, "task_cancel"]
@@ -67,11 +71,11 @@ class Listener:
         if time.monotonic() >= self._check_at and self._unheard_since is None:
             conn.execute("select pg_notify(%s, '')", [self._check_channel])
             self._unheard_since = time.monotonic()
-        for notification in conn.notifies(timeout=LISTEN_SECONDS, stop_after=None if self.is_heard else 1):
+        for notification in conn.notifies(timeout=0, stop_after=None if self.is_heard else 1):
             self._hear(notification.channel, notification.payload)
         if self._unheard_since is None and not self.is_heard:
             self._subscribe(conn)
-        return self._judge()
+        return self._judge(conn)
 
     def _begin(self, conn: BoundedConnection) -> None:
         """The first notification comes from the address by which tasks come: another database would ring for nobody."""
@@ -99,8 +103,9 @@ class Listener:
         else:
             self._on_ring()
 
-    def _judge(self) -> float:
+    def _judge(self, conn: BoundedConnection) -> float:
         if self._unheard_since is None or time.monotonic() - self._unheard_since < CHECK_WAIT_SECONDS:
+            _wait(conn, self._wait_seconds)
             return 0.0
         return self._give_up()
 
@@ -115,6 +120,13 @@ class Listener:
         self.is_heard, self.is_deaf = False, True
         self._session.close()
         return DEAF_PAUSE_SECONDS
+
+
+def _wait(conn: BoundedConnection, seconds: float) -> None:
+    """Until something comes. Psycopg's own waiting would look ten times a second."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(conn.fileno(), selectors.EVENT_READ)
+        selector.select(seconds)
 
 
 def listen(conn: BoundedConnection, channels: Sequence[str]) -> None:
