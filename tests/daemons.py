@@ -24,22 +24,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_PROGRAM = """
-import os, sys
-from pathlib import Path
-from tasklib_daemon import exits, settings, supervisor
-
-def read():
-    return settings.load(Path(sys.argv[1]), os.environ, {})
-
-try:
-    sys.exit(supervisor.run(read(), read))
-except exits.Exit as error:
-    print("tasklibd:", error.message, file=sys.stderr)
-    sys.exit(error.code)
-"""
-
-_AS_PROGRAM = ("-c", _PROGRAM)
 TASKLIBD = ("-m", "tasklib_daemon", "run", "--config")  # as users start it
 
 Line = dict[str, Any]
@@ -144,7 +128,7 @@ def daemon(
     environment: Mapping[str, str] | None = None,
     waits: bool = True,
     wrapper: tuple[str, ...] = (),
-    program: tuple[str, ...] = _AS_PROGRAM,
+    program: tuple[str, ...] = TASKLIBD,
     **settings: Any,
 ) -> Iterator[Daemon]:
     """A daemon that serves tests/daemon_app; ready, unless it need not be waited for. Settings are those of its file,

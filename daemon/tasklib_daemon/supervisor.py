@@ -72,6 +72,7 @@ STOOD_STILL_SECONDS = 2.0  # a round that comes so late: we were stopped, or the
 GUARD_SECONDS = 1.0  # before there is a new guardian
 STACKS_SECONDS = 0.3  # for the children to write them
 MOST_WORKERS = 1000
+MOST_FAILURES = 20
 HANDLED = (
     signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR1,
     signal.SIGUSR2, signal.SIGCHLD,
@@ -146,6 +147,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._exit_code: int | None = None
         self._has_left = False
+        self._failures = 0  # of the loop, in a row
         self._has_started = False
         self._is_paused = False
         self._wants_reload = False
@@ -171,7 +173,7 @@ class Supervisor:
             self._begin()
             self._round(timeout_seconds=0.0)
             while not self._has_left:
-                self._round()
+                self._try_round()
             return self._exit_code or int(ExitCode.OK)
         finally:
             self._end()
@@ -200,6 +202,18 @@ class Supervisor:
         log.info("daemon.stopped", code=self._exit_code or 0)
 
     # --- the loop ---
+
+    def _try_round(self) -> None:
+        """An error of ours must not end everybody's work, unless it comes again and again."""
+        try:
+            self._round()
+            self._failures = 0
+        except Exception:
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                raise
+            log.exception("supervisor.failed")
+            time.sleep(TICK_SECONDS)
 
     def _round(self, timeout_seconds: float = TICK_SECONDS) -> None:
         self._wait(timeout_seconds)
@@ -410,7 +424,8 @@ class Supervisor:
         tell = log.info if is_expected else log.warning
         tell(
             f"{kid.place.role}.died", slot=kid.place.slot, pid=kid.pid, how=how, why=kid.why, seconds=_since(kid.born),
-            message=kid.failure and kid.failure.message, stacks=kid.stacks.take() or None,
+            message=kid.failure.message if kid.failure is not None and self._has_started else None,  # else told once
+            stacks=kid.stacks.take() or None,
         )  # fmt: skip
 
     def _report(self, kid: Kid, view: PageView, status: int, how: str) -> None:
@@ -496,11 +511,16 @@ class Supervisor:
         ours, theirs = Channel.pair()
         kid = Kid(self._born, place, generation, Page(slots, name=self._mark), ours, Stacks())
         birth = child.Birth(place, settings, kid.page, theirs, kid.stacks, self._mark, self._pid)
-        with signals.held_back():
-            kid.pid = os.fork()
-            if kid.pid == 0:
-                child.live(birth, [ours.close, self._guardian.close, self._leave_behind])
-        theirs.close()
+        try:
+            with signals.held_back():
+                kid.pid = os.fork()
+                if kid.pid == 0:
+                    child.live(birth, [ours.close, self._guardian.close, self._leave_behind])
+        except OSError:
+            kid.close()
+            raise
+        finally:
+            theirs.close()
         with contextlib.suppress(OSError):  # it may be quicker, or dead already
             os.setpgid(kid.pid, kid.pid)
         self._guardian.groups.add(kid.pid)

@@ -8,18 +8,26 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psycopg
+
 import tasklib
 
-# Tests of boot errors, and of what is inherited, say here what the import is to do.
-if os.environ.get("DAEMON_APP_IMPORT") == "fail":
+# What the import is to do, for tests of boot errors and of preloading: a word, or a file with one, for another time.
+_word = os.environ.get("DAEMON_APP_IMPORT", "")
+if _word.startswith("/"):
+    _word = Path(_word).read_text("utf-8")
+if _word == "fail":
     raise RuntimeError("the import fails on purpose")
-if (_file := os.environ.get("DAEMON_APP_IMPORT_FILE")) and Path(_file).read_text("utf-8") == "fail":
-    raise RuntimeError("the import fails on purpose")
-if os.environ.get("DAEMON_APP_IMPORT") == "die":
+if _word == "die":
     os._exit(3)
+if _word == "thread":
+    threading.Thread(target=time.sleep, args=[3600], name="left-behind", daemon=True).start()
+if _word == "connect":
+    left_open = psycopg.connect(os.environ["DAEMON_APP_URL"])
 
 
 @tasklib.task
@@ -44,15 +52,10 @@ def nap(seconds: float, journal: str | None = None) -> int:
     return os.getpid()
 
 
-@tasklib.task(timeout_seconds=0.3)
+@tasklib.task
 def sleep_in_c(seconds: float) -> None:
     """One call that no exception gets into."""
     time.sleep(seconds)
-
-
-@tasklib.task
-def sleep_in_c_for_ever() -> None:
-    time.sleep(3600)
 
 
 @tasklib.task
@@ -104,6 +107,21 @@ def _fork_off(seconds: float, *, has_session: bool) -> int:
         time.sleep(seconds)
         os._exit(0)
     return made
+
+
+@tasklib.task
+def leave_an_orphan() -> int:
+    """A grandchild whose parent ends before it does."""
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        orphan = os.fork()
+        if orphan == 0:
+            time.sleep(0.1)
+            os._exit(0)
+        os.write(write_end, orphan.to_bytes(4, "little"))
+        os._exit(0)
+    os.wait()
+    return int.from_bytes(os.read(read_end, 4), "little")
 
 
 @tasklib.task

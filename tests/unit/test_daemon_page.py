@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tasklib.worker.execution import Execution
+    from tasklib_daemon.channel import Message
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -307,7 +308,7 @@ def test_the_supervisor_never_waits_and_loses_no_report(ends: tuple[Channel, Cha
         ours.send({"say": "died", "report": number, "padding": padding})
         ours.send({"say": "status", "number": number}, is_status=True)
     assert ours.has_output, "it fits: nothing had to wait"
-    got = []
+    got: list[Message] = []
     while not got or got[-1] != {"say": "status", "number": 99}:
         got += theirs.receive(10.0)
         ours.flush()

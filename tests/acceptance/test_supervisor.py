@@ -1,0 +1,447 @@
+"""The supervisor with real processes and real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+import tasklib
+from tasklib import migrate
+from tests.daemons import daemon, is_alive
+from tests.waiting import wait_until
+from tests.working import get, wait_final
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tests.daemons import Daemon
+    from tests.raw_sql import Conn, NewDatabase
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+NEVER_ENDS = 3600.0
+
+
+def wait_running(client: tasklib.Client, *ids: UUID) -> None:
+    wait_until(lambda: all(get(client, each).state == "running" for each in ids), "all to run")
+
+
+def attempts(conn: Conn, task_id: UUID) -> list[tuple[Any, ...]]:
+    query = "select outcome, error_message from tasklib.task_attempts where task_id = %s order by attempt"
+    return conn.execute(query, [task_id]).fetchall()
+
+
+def assert_given_back(client: tasklib.Client, *ids: UUID) -> None:
+    """Runnable again, and no attempt is spent."""
+    tasks = [get(client, each) for each in ids]
+    assert [(task.state, task.ready, task.retry_count, task.crash_count) for task in tasks] == [
+        ("pending", True, 0, 0)
+    ] * len(ids)
+
+
+# --- TERM, INT, QUIT ---
+
+
+def test_term_drains_everywhere(client: tasklib.Client, database_url: str) -> None:
+    """Stop claiming, finish what executes, give back the rest, exit 0. As a service manager does it that signals every
+    process of the daemon: a worker that is told twice does not hurry, and a keeper that left too early comes back.
+    """
+    with daemon(database_url, workers=2, concurrency=1, buffer_size=2) as made:
+        running = [client.submit_task("nap", seconds=1.0) for _ in range(2)]
+        wait_running(client, *running)
+        waiting = [client.submit_task("nap", seconds=NEVER_ENDS) for _ in range(2)]
+        for pid in (*made.processes(), made.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert made.wait() == 0
+        assert made.processes() == []
+        assert not (made.directory / "run").exists()
+        assert made.lines("worker.hurried") == []
+    assert [get(client, each).state for each in running] == ["completed", "completed"]
+    assert_given_back(client, *waiting)
+
+
+def test_after_the_grace_tasks_are_told_to_stop(client: tasklib.Client, database_url: str) -> None:
+    """They are given back without costing an attempt. INT is like TERM."""
+    with daemon(database_url, grace_seconds=0.3) as made:
+        task = client.submit_task("nap", seconds=NEVER_ENDS)
+        wait_running(client, task)
+        made.signal(signal.SIGINT)
+        assert made.wait() == 0
+        made.wait_for("worker.hurried")
+    assert_given_back(client, task)
+
+
+def test_a_second_term_hurries_and_a_third_kills(client: tasklib.Client, database_url: str) -> None:
+    """What ignores being told to stop is given back, too."""
+    with daemon(database_url, workers=2, concurrency=1, grace_seconds=NEVER_ENDS) as made:
+        tasks = [client.submit_task("nap", seconds=NEVER_ENDS), client.submit_task("hold_gil", seconds=60)]
+        wait_until(lambda: [each["running"] for each in made.workers()] == [1, 1], "both to run")
+        made.signal(signal.SIGTERM)
+        made.wait_for("worker.stopping", process="supervisor", times=2)
+        made.signal(signal.SIGTERM)
+        made.wait_for("worker.died", how="exited with code 0")
+        made.signal(signal.SIGTERM)
+        assert made.wait() == 0
+        made.wait_for("worker.died", how="killed by SIGKILL: the daemon stops")
+    assert_given_back(client, *tasks)
+
+
+def test_quit_is_now(client: tasklib.Client, database_url: str) -> None:
+    with daemon(database_url, grace_seconds=NEVER_ENDS) as made:
+        task = client.submit_task("nap", seconds=NEVER_ENDS)
+        wait_running(client, task)
+        made.signal(signal.SIGQUIT)
+        assert made.wait(5) == 0
+    assert_given_back(client, task)
+
+
+# --- HUP ---
+
+
+def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_url: str, tmp_path: Path) -> None:
+    """New children are ready before old ones stop; the file is read again. The old set stays if the new one does not
+    boot, or if the file is wrong. What the old ones execute goes on.
+    """
+    word = tmp_path / "word"
+    word.write_text("")
+    with daemon(database_url, environment={"DAEMON_APP_IMPORT": str(word)}, web={"port": 0}) as made:
+        before = {made.child(role) for role in ("worker", "keeper", "web")}
+        task = client.submit_task("nap", seconds=1.5)
+        wait_running(client, task)
+        made.settings_file.write_text(made.settings_file.read_text("utf-8").replace("workers = 1", "workers = 2"))
+        made.signal(signal.SIGHUP)
+        made.wait_for("reload.done")
+        wait_until(lambda: not any(map(is_alive, before)), "the old ones to end")
+        events = [(line["event"], line.get("pid")) for line in made.lines(process="supervisor")]
+        new = [line["pid"] for line in made.lines("worker.spawned", generation=2)]
+        stopped = min(events.index(("worker.stopping", pid)) for pid in before if ("worker.stopping", pid) in events)
+        assert all(events.index(("worker.ready", pid)) < stopped for pid in new)
+        assert [each["pid"] for each in made.workers()] == new
+        assert len(new) == 2
+        wait_until(lambda: made.status()["web"]["state"] == "ready", "a new web child")
+        assert (get(client, task).state, get(client, task).attempt) == ("completed", 1)
+
+        word.write_text("fail")
+        made.signal(signal.SIGHUP)
+        assert "the import fails on purpose" in made.wait_for("reload.failed")["message"]
+        made.settings_file.write_text("workres = 3")
+        made.signal(signal.SIGHUP)
+        assert "did you mean workers" in made.wait_for("reload.refused")["error"]
+        assert [each["pid"] for each in made.workers()] == new
+        assert wait_final(client, client.submit_task("echo", text="still here")).state == "completed"
+        assert made.stop() == 0
+
+
+# --- more, fewer, logs, stacks, operators ---
+
+
+def test_operators_signals_and_commands(client: tasklib.Client, database_url: str, tmp_path: Path) -> None:
+    """TTIN and TTOU: one worker more or less. USR1: logs are reopened, everywhere. USR2: every child's stacks and
+    running tasks are in the log. Pause, resume, scale and drain by the control socket. A killed guardian is replaced.
+    An orphan is reaped.
+    """
+    log = {"format": "json", "file": str(tmp_path / "log")}
+    with daemon(database_url, waits=False, log=log) as made:
+        made.directory, directory = tmp_path, made.directory
+        made.wait_for("daemon.ready")
+        made.directory = directory
+        running = client.submit_task("nap", seconds=NEVER_ENDS)
+        wait_running(client, running)
+
+        made.signal(signal.SIGTTIN)
+        wait_until(lambda: len(made.workers()) == 2, "two workers")
+        made.signal(signal.SIGTTOU)
+        wait_until(lambda: len(made.status()["workers"]) == 1, "one worker")
+
+        (tmp_path / "log").rename(tmp_path / "log.1")
+        made.signal(signal.SIGUSR1)
+        wait_until((tmp_path / "log").exists, "a new log")
+        (guardian,) = set(made.processes()) - {made.child("worker"), made.child("keeper")}
+        os.kill(guardian, signal.SIGKILL)
+        made.signal(signal.SIGUSR2)
+        made.directory = tmp_path
+        stacks = made.wait_for("worker.stacks")
+        assert "in nap" in stacks["stacks"]
+        assert [each["task_id"] for each in stacks["running"]] == [str(running)]
+        assert "keeper.py" in made.wait_for("keeper.stacks")["stacks"]
+        made.wait_for("guardian.died")
+        made.directory = directory
+
+        made.ask("pause")
+        wait_until(lambda: made.status()["state"] == "paused", "a pause")
+        task = client.submit_task("leave_an_orphan")
+        made.ask("scale", workers=2)
+        wait_until(lambda: len(made.workers()) == 2, "another worker, born paused")
+        assert get(client, task).state == "pending"
+        made.ask("resume")
+        orphan = wait_final(client, task).result
+        assert orphan is not None
+        wait_until(lambda: not Path(f"/proc/{orphan['value']}").exists(), "the orphan to be reaped")
+        wait_until(lambda: len(made.processes()) == 4, "two workers, the keeper, and a new guardian")
+        assert _threads(made.pid) == 1
+
+        assert client.cancel_task(running)
+        made.ask("drain")
+        assert made.wait() == 0
+        assert '"worker.stopped"' in (tmp_path / "log").read_text("utf-8"), "workers have reopened it, too"
+
+
+def _threads(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/task").iterdir()])
+
+
+# --- deaths ---
+
+
+def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, database_url: str, tmp_path: Path) -> None:
+    """Its executing tasks become crashed attempts, with the signal or the code, and run again within a second; what it
+    left in its process group is killed. A segmentation fault leaves a traceback in the log. Reports wait for a keeper.
+    """
+    with daemon(database_url, workers=2, concurrency=1) as made:
+        journal = tmp_path / "journal"
+        task = client.submit_task("nap", seconds=2.0, journal=str(journal))
+        wait_running(client, task)
+        victim = int(journal.read_text().split()[0])
+        killed_at = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again")
+        assert float(journal.read_text().split()[3]) - killed_at < 1.0
+        assert attempts(conn, task)[0] == ("WORKER_FAILURE", "killed by SIGKILL, perhaps out of memory")
+
+        wait_until(lambda: len(made.workers()) == 2, "two workers")
+        crashed = client.submit_task("crash", on_crash="fail")
+        assert wait_final(client, crashed).state == "failed"
+        assert "in crash" in made.wait_for("worker.died", how="killed by SIGSEGV")["stacks"]
+        left = client.submit_task("exit_now", code=3, on_crash="fail")
+        wait_final(client, left)
+        assert [attempts(conn, each)[0][1] for each in (crashed, left)] == ["killed by SIGSEGV", "exited with code 3"]
+
+        wait_until(lambda: len(made.workers()) == 2, "two workers")
+        pids = tmp_path / "pids"
+        client.submit_task("start_grandchildren", seconds=NEVER_ENDS, journal=str(pids))
+        wait_until(lambda: pids.exists() and len(pids.read_text().splitlines()) == 4, "grandchildren")
+        grandchildren = [int(line) for line in pids.read_text().splitlines()]
+        flag = tmp_path / "flag"
+        os.kill(made.child("keeper"), signal.SIGKILL)
+        survivor = client.submit_task("kill_once", flag=str(flag))
+        assert wait_final(client, survivor).result == {"value": "survived"}
+        for each in made.workers():
+            os.kill(each["pid"], signal.SIGKILL)
+        wait_until(
+            lambda: not is_alive(grandchildren[0]) and not is_alive(grandchildren[2]), "their group to be killed"
+        )
+        assert made.lines("guardian.died") == []
+        assert made.stop() == 0
+        assert not any(map(is_alive, grandchildren)), "those with a session of their own end with the daemon"
+
+
+def test_nobody_survives_the_supervisor(client: tasklib.Client, database_url: str, tmp_path: Path) -> None:
+    """SIGKILL: no child and no grandchild is left after five seconds, however it was started, and whatever it ignores.
+    Even if nobody can hear of the supervisor's death any more but the guardian.
+    """
+    with daemon(database_url) as made:
+        pids = tmp_path / "pids"
+        client.submit_task("start_grandchildren", seconds=NEVER_ENDS, journal=str(pids))
+        wait_until(lambda: pids.exists() and len(pids.read_text().splitlines()) == 4, "grandchildren")
+        everybody = [*made.processes(), *(int(line) for line in pids.read_text().splitlines())]
+        made.signal(signal.SIGKILL)
+        made.wait()
+        wait_until(lambda: not any(map(is_alive, everybody)), "everybody to die", seconds=5)
+
+
+# --- restarts and boots ---
+
+
+def test_a_crash_loop_makes_the_daemon_unhealthy_and_it_stays(database_url: str, tmp_path: Path) -> None:
+    """Each restart waits twice as long as the last; the supervisor lives, and recovers when the cause is gone."""
+    word = tmp_path / "word"
+    word.write_text("die")
+    restart = {"first_seconds": 0.1, "longest_seconds": 0.4, "crash_loop_deaths": 4, "crash_loop_seconds": 2.0}
+    with daemon(database_url, environment={"DAEMON_APP_IMPORT": str(word)}, waits=False, restart=restart) as made:
+        made.wait_for("daemon.unhealthy")
+        deaths = [_moment(line) for line in made.lines("worker.died", how="exited with code 3")]
+        births = [_moment(line) for line in made.lines("worker.spawned")][1:]
+        pauses = [born - died for died, born in zip(deaths, births, strict=False)]
+        assert pauses[0] >= 0.05
+        assert pauses[2] >= 0.2
+        assert "worker 1 died" in made.status()["problems"][0]
+        word.write_text("")
+        made.wait_for("daemon.healthy")
+        made.wait_for("daemon.ready")
+        assert made.stop() == 0
+
+
+def _moment(line: dict[str, Any]) -> float:
+    return datetime.fromisoformat(line["timestamp"]).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("word", "preload", "code", "message"),
+    [
+        ("fail", False, 70, "cannot import tests.daemon_app.tasks: RuntimeError: the import fails on purpose"),
+        ("thread", True, 70, "preload: the application's import has left 1 thread(s) running (left-behind)"),
+        ("connect", True, 70, "preload: the application's import has left a connection to PostgreSQL open"),
+    ],
+)
+def test_an_application_that_cannot_be_started_ends_the_daemon_at_once(
+    database_url: str, word: str, preload: bool, code: int, message: str
+) -> None:
+    """With a code of its own, and one clear line."""
+    environment = {"DAEMON_APP_IMPORT": word, "DAEMON_APP_URL": database_url}
+    with daemon(database_url, environment=environment, waits=False, preload=preload, workers=2) as made:
+        assert made.wait(10) == code
+        assert made.processes() == []
+        assert made.output().count(message) == 1, made.tail()
+
+
+def test_a_schema_that_does_not_fit_ends_the_daemon_at_once(new_database: NewDatabase) -> None:
+    """It was made by a later version."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url, autocommit=True) as conn:
+        insert = "insert into tasklib.schema_migrations (version, name, phase, checksum) values (9999, 'x', 'post', '')"
+        conn.execute(insert)
+    with daemon(url, waits=False) as made:
+        assert made.wait(10) == 76
+        assert "Upgrade" in made.wait_for("daemon.failed")["message"]
+
+
+# --- limits ---
+
+
+def test_a_task_that_ignores_its_limit_is_ended_with_its_process(
+    client: tasklib.Client, conn: Conn, database_url: str
+) -> None:
+    """After its timeout, and after a cancel. Its siblings are given back, uncharged."""
+    with daemon(database_url, concurrency=3, timeout_delta_seconds=0.3) as made:
+        sibling = client.submit_task("nap", seconds=NEVER_ENDS)
+        wait_running(client, sibling)
+        late = client.submit_task("sleep_in_c", seconds=NEVER_ENDS, max_retries=0, timeout_seconds=0.3)
+        assert wait_final(client, late).state == "failed"
+        assert attempts(conn, late)[0][0] == "TIMED_OUT"
+        made.wait_for("worker.killed", cause="hard_timeout", task_id=str(late))
+
+        deaf = client.submit_task("sleep_in_c", seconds=NEVER_ENDS)
+        wait_running(client, deaf, sibling)
+        assert client.cancel_task(deaf)
+        assert wait_final(client, deaf).state == "cancelled"
+        made.wait_for("worker.killed", cause="cancelled", task_id=str(deaf))
+        assert [outcome for outcome, _ in attempts(conn, sibling)] == ["INTERRUPTED", "INTERRUPTED"]
+        assert made.status()["is_healthy"]
+        made.signal(signal.SIGQUIT)
+        made.wait()
+    assert_given_back(client, sibling)
+
+
+def test_a_hang_leaves_a_traceback(client: tasklib.Client, conn: Conn, database_url: str) -> None:
+    """A task that holds the GIL, without a timeout, stalls its worker: SIGABRT, stacks in the log; it is a suspect, and
+    buried in the end. But who was stopped together with the supervisor is not taken for hung.
+    """
+    with daemon(database_url, hang_seconds=3.0, stall_seconds=1.0, bury_after=1, workers=2) as made:
+        stopped = [made.pid, *(each["pid"] for each in made.workers())]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.5)  # longer than any of them may be silent
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        made.wait_for("daemon.stood_still")
+        task = client.submit_task("hold_gil", seconds=60)
+        assert wait_final(client, task, seconds=25).state == "buried"
+        hung = made.lines("worker.hung")
+        assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]] * 2
+        assert "in hold_gil" in made.lines("worker.died")[0]["stacks"]
+        assert "its claim loop has stood still" in attempts(conn, task)[0][1]
+
+
+def test_workers_are_recycled_one_at_a_time(client: tasklib.Client, database_url: str) -> None:
+    """By their number of tasks and by memory: the replacement is ready first, and nothing is lost."""
+    recycle = {"max_tasks": 10, "max_memory_mb": 200}
+    with daemon(database_url, workers=2, concurrency=1, buffer_size=0, recycle=recycle) as made:
+        first = [each["pid"] for each in made.workers()]
+        large = client.submit_task("eat_memory", megabytes=250)
+        done = wait_final(client, large).result
+        assert done is not None
+        line = made.wait_for("worker.stopping", process="supervisor", pid=done["value"])
+        assert line["why"].endswith("MB")
+        (other,) = set(first) - {done["value"]}
+        ids = [client.submit_task("echo", text=str(number)) for number in range(60)]
+        for each in ids:
+            assert wait_final(client, each).attempt == 1
+        wait_until(lambda: len(made.lines("worker.stopping", process="supervisor")) >= 3, "three replacements")
+        assert not is_alive(other)
+        events = [(line["event"], line["pid"]) for line in made.lines(process="supervisor") if "pid" in line]
+        for stopping in made.lines("worker.stopping", process="supervisor"):
+            before = events[: events.index(("worker.stopping", stopping["pid"]))]
+            ready = len([event for event, _ in before if event == "worker.ready"])
+            gone = len([event for event, _ in before if event == "worker.stopping"])
+            assert ready - gone == 3, "two that serve, and one that is to leave"
+        assert made.stop() == 0
+
+
+# --- what a fork hands down, PID 1 ---
+
+
+def test_a_worker_inherits_nothing_that_it_must_not_have(client: tasklib.Client, database_url: str) -> None:
+    """No random state, signal mask, socket or page of others, also if the application was imported before the fork."""
+    with daemon(database_url, workers=2, concurrency=1, preload=True) as made:
+        made.signal(signal.SIGTTIN)  # one that is born when all others are there
+        wait_until(lambda: len(made.workers()) == 3, "three workers")
+        seen: dict[int, Any] = {}
+        while len(seen) < 3:
+            result = wait_final(client, client.submit_task("inherited")).result
+            assert result is not None
+            seen[result["value"]["pid"]] = result["value"]
+        assert len({each["random"] for each in seen.values()}) == 3
+        for each in seen.values():
+            assert each["group"] == each["pid"]
+            assert each["maps"] == 1, "its own page, and no other"
+            assert each["blocked"][0].split()[1] == "0" * 16
+            stacks = [name for name in each["descriptors"] if "tasklibd-stacks" in name]
+            assert len(stacks) == 1, "its own, and no other"
+            sockets = [name for name in each["descriptors"] if name.startswith("socket:")]
+            assert not set(sockets) & _sockets(made.pid), "none of the supervisor's"
+
+
+def _sockets(pid: int) -> set[str]:
+    names = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return {name for name in names if name.startswith(("socket:", "pipe:"))}
+
+
+def _can_unshare() -> bool:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    try:
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="may not make a namespace of processes")
+def test_it_works_as_pid_1(client: tasklib.Client, database_url: str) -> None:
+    """As in a container: strangers are reaped, signals are heard."""
+    wrapper = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    with daemon(database_url, wrapper=wrapper) as made:
+        assert made.status()["pid"] == 1
+        inner = _only_child(made)
+        orphan = wait_final(client, client.submit_task("leave_an_orphan")).result
+        assert orphan is not None
+        assert wait_final(client, client.submit_task("kill_once", flag=str(made.directory / "flag"))).attempt == 2
+        zombies = f"/proc/{inner}/root/proc"
+        wait_until(lambda: not _is_in(zombies, orphan["value"]), "the orphan to be reaped")
+        os.kill(inner, signal.SIGTERM)
+        assert made.wait() == 0
+
+
+def _only_child(made: Daemon) -> int:
+    text = Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text("utf-8")
+    return int(text.split()[0])
+
+
+def _is_in(proc: str, pid: int) -> bool:
+    return Path(proc, str(pid)).exists()
