@@ -31,11 +31,14 @@ class Rota:
         return max(min(self._due.values()) - time.monotonic(), 0.0)
 
     def _run(self, duty: Service) -> float | None:
-        """What one is refused does not keep the others; a lost connection is everybody's."""
+        """What one is refused does not keep the others; a lost connection is everybody's. Who noticed tries again first:
+        a round in which nobody asks the database would look as if it were back.
+        """
         try:
             return duty.run_once()
         except psycopg.Error as error:
             if is_connection_lost(error):
+                self._due[duty] = 0.0
                 raise
             log.warning("duty.failed", duty=type(duty).__name__.lower(), error=str(error).partition("\n")[0])
             return AFTER_FAILURE_SECONDS

@@ -35,38 +35,13 @@ class Options:
     pss_mb: float
 
 
-class Meter:
-    """The time on a processor that a family of processes takes from now on."""
-
-    def __init__(self, name: str, root: int) -> None:
-        self._name = name
-        self._root = root
-        self._began = time.monotonic()
-        self._before = measures.cpu_seconds(root)
-        self._members = measures.family(root)
-
-    def percent(self) -> float:
-        used = measures.cpu_seconds(self._root) - self._before
-        return 100 * used / (time.monotonic() - self._began)
-
-    def tell(self) -> float:
-        percent = self.percent()
-        say(f"{self._name}: {percent:.2f} % of a core ({self._by_process()})")
-        return percent
-
-    def _by_process(self) -> str:
-        seconds = time.monotonic() - self._began
-        now = measures.family(self._root)
-        used = {pid: now[pid].cpu_seconds - self._members[pid].cpu_seconds for pid in now if pid in self._members}
-        parts = [f"{measures.name_of(pid)} {100 * each / seconds:.2f}" for pid, each in used.items() if each > 0]
-        return ", ".join(parts)
-
-
 def measure(options: Options, started: Daemon, server: embedded.EmbeddedPostgres) -> list[str]:
     time.sleep(options.settle_seconds)
-    meters = [Meter("daemon", started.pid), Meter("PostgreSQL", server.pid)]
+    meters = [measures.Meter("daemon", started.pid), measures.Meter("PostgreSQL", server.pid)]
     time.sleep(options.seconds)
-    cpu_percent, _ = [meter.tell() for meter in meters]
+    for meter in meters:
+        say(str(meter))
+    cpu_percent = meters[0].percent()
     memory = measures.pss_bytes(measures.family(started.pid))
     parts = ", ".join(f"{measures.name_of(pid)} {each / MB:.0f}" for pid, each in memory.items())
     pss_mb = sum(memory.values()) / MB

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +53,26 @@ def family(root: int) -> dict[int, Process]:
 def cpu_seconds(root: int) -> float:
     """Since the family began, those included that have ended."""
     return sum(each.cpu_seconds + each.reaped_seconds for each in family(root).values())
+
+
+class Meter:
+    """The time on a processor that a family of processes takes from now on."""
+
+    def __init__(self, name: str, root: int) -> None:
+        self._name = name
+        self._root = root
+        self._began = time.monotonic()
+        self._before = cpu_seconds(root)
+        self._members = family(root)
+
+    def percent(self) -> float:
+        return 100 * (cpu_seconds(self._root) - self._before) / (time.monotonic() - self._began)
+
+    def __str__(self) -> str:
+        seconds, now = time.monotonic() - self._began, family(self._root)
+        used = {pid: now[pid].cpu_seconds - self._members[pid].cpu_seconds for pid in now if pid in self._members}
+        parts = ", ".join(f"{name_of(pid)} {100 * each / seconds:.2f}" for pid, each in used.items() if each > 0)
+        return f"{self._name}: {self.percent():.2f} % of a core in {seconds:.0f} s ({parts})"
 
 
 def pss_bytes(pids: Iterable[int]) -> dict[int, int]:
