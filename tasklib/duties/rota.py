@@ -31,8 +31,8 @@ class Rota:
         return max(min(self._due.values()) - time.monotonic(), 0.0)
 
     def _run(self, duty: Service) -> float | None:
-        """What one is refused does not keep the others; a lost connection is everybody's. Who noticed tries again first:
-        a round in which nobody asks the database would look as if it were back.
+        """What one is refused does not keep the others; a lost connection is everybody's. Who noticed tries again
+        first: a round in which nobody asks the database would look as if it were back.
         """
         try:
             return duty.run_once()

@@ -29,7 +29,7 @@ from tests.daemons import TASKLIBD, daemon
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.daemons import Daemon
+    from tests.daemons import Daemon, Line
     from tests.raw_sql import Conn
 
 MOST_CPU_PERCENT = 2.0
@@ -84,7 +84,13 @@ class Outage:
         time.sleep(max(self._options.seconds - NOTICE_SECONDS, 1.0))
         said = self._daemon.lines()[lines:]
         say(str(meter))
-        say(f"it said, meanwhile: {dict(collections.Counter(line.get('event') for line in said))}")
+        told = collections.Counter(map(_told, said))
+        say(f"it said, meanwhile: {dict(told)}")
+        # Once: a loop that has nothing to ask without a lease goes on in peace.
+        flapping = {what: times for what, times in told.items() if what.startswith("database.back") and times > 1}
+        self.problems += [
+            f"it said {what} {times} times, of a database that was away" for what, times in flapping.items()
+        ]
         if meter.percent() >= self._options.cpu_percent:
             self.problems.append(f"it took {meter.percent():.2f} % of a core while PostgreSQL was away")
         status = self._daemon.status()
@@ -139,6 +145,10 @@ class Outage:
             wait_for(is_so, seconds, what)
         except TimeoutError as error:
             self.problems.append(str(error))
+
+
+def _told(line: Line) -> str:
+    return " ".join(str(line[key]) for key in ("event", "process", "loop") if key in line)
 
 
 def outage(options: Options, scratch: Path) -> list[str]:
