@@ -67,7 +67,8 @@ class Execution:
         """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel. Not
         for one with a process of its own: whoever started that ends it.
         """
-        return math.inf if self.is_isolated else min(self.timeout_limit, self.cancel_limit)
+        limit = min(self.timeout_limit, self.cancel_limit)
+        return limit if limit == math.inf or not self.is_isolated else math.inf
 
     @property
     def is_isolated(self) -> bool:

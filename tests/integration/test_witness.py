@@ -413,7 +413,7 @@ def test_who_waits_for_a_worker_that_cannot_start_is_told(
     monkeypatch.setattr(Database, "check_schema", refuse)
     worker = TaskWorker(config)
     seen: list[bool] = []
-    waiting = threading.Thread(target=lambda: seen.append(worker.wait_until_ready()))
+    waiting = threading.Thread(target=lambda: seen.append(worker.wait_until_ready()), daemon=True)
     waiting.start()
     with pytest.raises(tasklib.SchemaMissing):
         worker.run_sync()
