@@ -139,8 +139,16 @@ class Submitter(threading.Thread):
     known of it: an error after which nobody knows is not repeated until it is known.
     """
 
-    def __init__(self, dsn: str, journal: Path, rate: float, seed: int) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        journal: Path,
+        rate: float,
+        seed: int,
+        draw: Callable[[random.Random], tasklib.NewTask] = draw_task,
+    ) -> None:
         super().__init__(name="submitter", daemon=True)
+        self._draw = draw
         self._dsn = dsn
         self._file = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._rate = rate
@@ -171,10 +179,10 @@ class Submitter(threading.Thread):
     def _submit_some(self) -> int:
         way = self._dice.random()
         if way < 0.05:
-            batch = [draw_task(self._dice) for _ in range(5)]
+            batch = [self._draw(self._dice) for _ in range(5)]
             self._journal(batch, self._try(lambda: self._client.submit_many(batch)))
             return len(batch)
-        task = draw_task(self._dice)
+        task = self._draw(self._dice)
         if way < 0.15:
             self._journal([task], self._submit_in_own_transaction(task))
             return 1
@@ -283,7 +291,7 @@ class Workers:
         process.kill()
         process.wait()
         died = time.time()
-        kill = Kill(process.pid, at, died, _held_by(conn, process.pid), is_timed)
+        kill = Kill(process.pid, at, died, held_by(conn, process.pid), is_timed)
         self.processes[victim] = self._start()
         return kill
 
@@ -320,7 +328,7 @@ class Workers:
         return process
 
 
-def _held_by(conn: Conn, pid: int) -> frozenset[UUID]:
+def held_by(conn: Conn, pid: int) -> frozenset[UUID]:
     rows = conn.execute(
         """
         select task.id from tasklib.workers as worker

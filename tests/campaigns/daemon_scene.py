@@ -1,0 +1,278 @@
+"""What campaigns with daemons have in common: a database, a load that is journaled, daemons, hits that they take, and
+the judgement at the end. Nobody who was hit has done anything: no task may pay for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tasklib
+from tasklib import migrate
+from tests.campaigns import daemon_tasks, measures
+from tests.campaigns.soak import (
+    Server,
+    Submitter,
+    Watcher,
+    connect,
+    held_by,
+    load_journals,
+    read_runs,
+    read_submits,
+    say,
+    wait_for,
+)
+from tests.daemons import daemon, is_alive
+from tests.invariants import violations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from uuid import UUID
+
+    from tests.campaigns.soak import Run
+    from tests.daemons import Daemon
+    from tests.raw_sql import Conn
+
+# What a daemon must never say, whatever it has to bear.
+BAD_EVENTS = (
+    "loop.failed", "finish.refused", "task.unrecoverable", "outcomes.lost", "recovery.failed", "backends.left",
+    "child.failed", "message.nonsense", "spawn.failed", "guardian.missing", "daemon.failed", "worker.hung",
+)  # fmt: skip
+GONE_SECONDS = 5.0
+STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Processes that were killed or frozen, with what they held."""
+
+    pids: frozenset[int]
+    at: float  # wall clock
+    until: float  # they were dead, or thawed
+    held: frozenset[UUID]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Of a task that was executing when it was hit."""
+
+    task_id: UUID
+    hit: Hit
+    seconds: float
+    by: Run
+
+
+class Scene:
+    def __init__(self, stack: contextlib.ExitStack, scratch: Path, *, rate: float, seed: int, draw: Any) -> None:
+        self.scratch = scratch
+        self.dice = random.Random(seed)
+        self.problems: list[str] = []
+        self.hits: list[Hit] = []
+        self.daemons: dict[str, Daemon] = {}
+        self.events: collections.Counter[str] = collections.Counter()
+        self.lines: list[dict[str, Any]] = []  # of daemons that have ended
+        self._ends: dict[str, contextlib.ExitStack] = {}
+        self._pids: dict[str, int] = {}
+        server = Server(scratch / "postgres")
+        server.start()
+        stack.callback(server.stop, "fast")
+        self.dsn = server.dsn
+        migrate.migrate(tasklib.Config(self.dsn))
+        self.conn: Conn = stack.enter_context(connect(self.dsn))
+        self.conn.execute(daemon_tasks.MAKE_EFFECTS)
+        stack.callback(self._end_all)
+        self._submitter = Submitter(self.dsn, scratch / "submits", rate, seed, draw)
+        self._watcher = Watcher(self.dsn)
+        for name in ("runs", "company"):
+            (scratch / name).touch()
+
+    # --- daemons ---
+
+    def start(self, name: str, **settings: Any) -> Daemon:
+        environment = {
+            daemon_tasks.JOURNAL: str(self.scratch / "runs"), daemon_tasks.COMPANY: str(self.scratch / "company"),
+        }  # fmt: skip
+        given: dict[str, Any] = {"app": ["tests.campaigns.daemon_tasks"], "name": name, "concurrency": 4} | settings
+        stack = contextlib.ExitStack()
+        self.daemons[name] = stack.enter_context(daemon(self.dsn, environment=environment, **given))
+        self._ends[name] = stack
+        return self.daemons[name]
+
+    def stop(self, name: str) -> None:
+        """As an operator would; it must leave in good order."""
+        made = self.daemons[name]
+        everybody = measures.family(made.pid)
+        code = made.stop(STOP_SECONDS)
+        if code != 0:
+            self.problems.append(f"{name} ended with exit code {code}")
+        left = [pid for pid in everybody if is_alive(pid)]
+        if left:
+            self.problems.append(f"{name} has ended, and left {left}")
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """It has ended: what it said is kept."""
+        made = self.daemons.pop(name)
+        self.lines += made.lines()
+        with (self.scratch / f"{name}.log").open("a", encoding="utf-8") as file:
+            file.write(made.output())
+        self._ends.pop(name).close()
+
+    def _end_all(self) -> None:
+        for stack in self._ends.values():
+            stack.close()
+
+    # --- the load ---
+
+    @contextlib.contextmanager
+    def load(self) -> Iterator[None]:
+        self._submitter.start()
+        self._watcher.start()
+        try:
+            yield
+        finally:
+            self._submitter.stop()
+        if self._submitter.error is not None:
+            self.problems.append(f"the submitter failed: {self._submitter.error!r}")
+
+    def drain(self, seconds: float) -> None:
+        began = time.monotonic()
+        self.expect(lambda: self.count("tasklib.tasks where completed_at is null") == 0, seconds, "every task is final")
+        say(f"drained in {time.monotonic() - began:.1f} s")
+
+    def expect(self, is_so: Callable[[], bool], seconds: float, what: str) -> None:
+        """A problem, if it does not become so."""
+        try:
+            wait_for(is_so, seconds, what)
+        except TimeoutError as error:
+            self.problems.append(str(error))
+
+    def count(self, what: str, *parameters: Any) -> int:
+        row = self.conn.execute(f"select count(*) from {what}", parameters).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def held_by(self, pid: int) -> frozenset[UUID]:
+        return held_by(self.conn, pid)
+
+    # --- the judgement ---
+
+    def runs(self) -> list[Run]:
+        """Every body, with its worker's pid, also if it had a process of its own; those that were hit are marked."""
+        self._pids.update(self.conn.execute("select worker_id, pid from tasklib.workers").fetchall())
+        runs = read_runs(self.scratch / "runs", [], [])
+        for run in runs:
+            run.pid = self._pids.get(run.worker_id, run.pid)
+            hit = next((hit for hit in self.hits if is_hit_by(run, hit)), None)
+            if hit is not None:
+                run.was_hit = True
+                run.finished = run.finished or hit.until
+        return runs
+
+    def judge(self) -> list[Run]:
+        """After all daemons have stopped."""
+        self._watcher.stop()
+        runs = self.runs()
+        submits = read_submits(self.scratch / "submits")
+        load_journals(self.conn, submits, runs)
+        self.problems += [str(each) for each in violations(self.conn)]
+        self.problems += sorted(self._watcher.seen)
+        self._judge_costs()
+        self._judge_logs()
+        outcomes = collections.Counter(outcome for _, outcome in submits.values())
+        say(f"submitted: {dict(outcomes)}; bodies: {len(runs)}, hit {sum(run.was_hit for run in runs)}")
+        say(f"tasks: {self._counts('select state, count(*) from tasklib.tasks group by 1')}")
+        say(f"attempts: {self._counts('select outcome, count(*) from tasklib.task_attempts group by 1')}")
+        strikes = "select strikes, count(*) from tasklib.tasks where strikes > 0 group by 1"
+        say(f"tasks by strikes: {self._counts(strikes)}")
+        return runs
+
+    def _judge_costs(self) -> None:
+        """No task of the mix fails by itself."""
+        wrong = {
+            "tasks that are not completed": "tasklib.tasks where state <> 'completed'",
+            "tasks that were charged a retry": "tasklib.tasks where retry_count <> 0",
+            "attempts that failed": "tasklib.task_attempts where outcome in ('FAILED', 'TIMED_OUT', 'CANCELLED')",
+            "tasks that wrote twice": "(select from effects group by task_id having count(*) > 1) as twice",
+            "writes without a completion":
+                "effects left join tasklib.tasks as task on task.id = task_id and state = 'completed' where id is null",
+        }  # fmt: skip
+        found = {what: self.count(where) for what, where in wrong.items()}
+        self.problems += [f"{number} {what}" for what, number in found.items() if number]
+
+    def _judge_logs(self) -> None:
+        said = collections.Counter(str(line.get("event")) for line in self.lines)
+        loud = collections.Counter(
+            str(line.get("event")) for line in self.lines if line.get("level") in {"warning", "error", "critical"}
+        )
+        self.problems += [f"a daemon said {event}, {said[event]} times" for event in BAD_EVENTS if said[event]]
+        say(f"daemons said: {dict(sorted(loud.items()))}")
+
+    def _counts(self, query: str) -> dict[Any, int]:
+        return dict(sorted(self.conn.execute(query).fetchall()))
+
+
+def is_hit_by(run: Run, hit: Hit) -> bool:
+    """It was executing. One with a process of its own may have gone on for a moment."""
+    return run.pid in hit.pids and run.began < hit.until and (run.finished is None or run.finished > hit.at)
+
+
+def recoveries(hits: Sequence[Hit], runs: Sequence[Run]) -> list[Recovery]:
+    """For each hit and each task that it found executing: until its next body began. What was hit again before that,
+    waiting in another worker, has its clock started again. A task without a next body was done, or is lost: the
+    invariants know.
+    """
+    by_task: dict[UUID, list[Run]] = collections.defaultdict(list)
+    for run in sorted(runs, key=lambda run: run.token):
+        by_task[run.task_id].append(run)
+    found = []
+    for hit in hits:
+        for run in (run for run in runs if is_hit_by(run, hit)):
+            following = next((each for each in by_task[run.task_id] if each.token > run.token), None)
+            if following is not None:
+                began = max(
+                    [hit.at, *(each.at for each in hits if run.task_id in each.held and each.at < following.began)]
+                )
+                found.append(Recovery(run.task_id, hit, following.began - began, following))
+    return found
+
+
+def wait_until_gone(pids: Sequence[int], seconds: float) -> tuple[float, list[int]]:
+    """How long it took, and who is left."""
+    began = time.monotonic()
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < began + seconds:
+        time.sleep(0.002)
+    return time.monotonic() - began, left
+
+
+def wait_until_busy(made: Daemon, seconds: float = 5.0) -> None:
+    """A hit between two tasks would try nothing. In vain, if nothing comes: then it is hit as it is."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not any(each.get("running") for each in made.status()["workers"]):
+        time.sleep(0.005)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def conclude(scene: Scene, seed: int) -> int:
+    """The exit code."""
+    for problem in scene.problems:
+        say(f"VIOLATION {problem}")
+    say(f"{'FAILED' if scene.problems else 'all invariants hold'}; {measures.load()}; seed {seed}")
+    return 1 if scene.problems else 0
+
+
+def end_in_good_order() -> None:
+    """A SIGTERM ends the campaign as a Ctrl-C does: not without its daemons."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

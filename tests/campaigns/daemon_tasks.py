@@ -1,0 +1,88 @@
+"""The application of daemons in campaigns: the soak's tasks, some of them in a process of their own, some that write
+through the connection of their task, and some that leave other processes behind. All of them succeed, if they are let.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import tasklib
+from tests.campaigns import soak_worker
+from tests.campaigns.soak_worker import journaled, journaled_async, nap, work, work_async
+
+if TYPE_CHECKING:
+    import random
+
+JOURNAL = "CAMPAIGN_JOURNAL"  # what the bodies do
+COMPANY = "CAMPAIGN_COMPANY"  # whom they started: one pid a line
+MAKE_EFFECTS = "create table effects (task_id uuid not null, worker_id text not null)"
+COMPANY_SECONDS = 300  # longer than anybody looks
+
+if os.environ.get(JOURNAL):
+    soak_worker.keep_journal(os.environ[JOURNAL])
+
+
+@tasklib.task(isolation="process")
+@journaled
+def work_apart(seconds: float) -> None:
+    nap(seconds)
+
+
+@tasklib.task(isolation="process")
+@journaled_async
+async def work_apart_async(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@tasklib.task
+@journaled
+def write(seconds: float) -> None:
+    """What it writes, and its completion, are one."""
+    current = tasklib.current_task()
+    current.connection.execute("insert into effects values (%s, current_setting('application_name'))", [current.id])
+    nap(seconds)
+
+
+@tasklib.task
+@journaled
+def work_in_company(seconds: float) -> None:
+    """It starts others, which stay: in its session and in their own, with a program of their own and without, and one
+    whose parent has gone.
+    """
+    sleep = ["sleep", str(COMPANY_SECONDS)]
+    pids = [
+        subprocess.Popen(sleep).pid,
+        subprocess.Popen(sleep, start_new_session=True).pid,
+        _forked_off(),
+        int(subprocess.check_output(["sh", "-c", f"setsid {' '.join(sleep)} >&- 2>&- & echo $!"])),
+    ]
+    with open(os.environ[COMPANY], "a", encoding="ascii") as file:  # noqa: PTH123 - one write
+        file.write("".join(f"{pid}\n" for pid in pids))
+    nap(seconds)
+
+
+def _forked_off() -> int:
+    made = os.fork()
+    if made == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(COMPANY_SECONDS)
+        os._exit(0)
+    return made
+
+
+def draw(dice: random.Random) -> tasklib.NewTask:
+    """One of the mix: most are short, and many are long enough to be hit."""
+    low, high = dice.choices([(0.0, 0.05), (0.05, 0.3), (0.3, 1.0)], [40, 48, 12])[0]
+    function = dice.choices([work, work_async, write, work_apart, work_apart_async], [40, 40, 10, 5, 5])[0]
+    return function.new(dice.uniform(low, high))
+
+
+def draw_with_company(dice: random.Random) -> tasklib.NewTask:
+    """The same, and some whose processes outlive them."""
+    return work_in_company.new(dice.uniform(0.1, 1.0)) if dice.random() < 0.03 else draw(dice)
