@@ -42,14 +42,14 @@ def server(path: Path) -> Iterator[ControlServer]:
 
 
 @contextlib.contextmanager
-def served(server: ControlServer) -> Iterator[list[Any]]:
-    """A loop as the supervisor's: woken by the one descriptor, and once in a while. What it was asked."""
+def served(server: ControlServer, every_seconds: float = 30.0) -> Iterator[list[Any]]:
+    """A loop as the supervisor's: woken by the one descriptor, and by time. What it was asked."""
     asked: list[Any] = []
     is_over = threading.Event()
 
     def loop() -> None:
         while not is_over.is_set():
-            select.select([server], [], [], 0.05)
+            select.select([server], [], [], every_seconds)
             for request in server.requests():
                 asked.append((request.command, request.workers))
                 request.answer(ANSWER if request.command == "status" else {"ok": True})
@@ -61,6 +61,8 @@ def served(server: ControlServer) -> Iterator[list[Any]]:
         yield asked
     finally:
         is_over.set()
+        with socket.socket(socket.AF_UNIX) as waker:
+            waker.connect(str(server._path))
         thread.join()
 
 
@@ -107,7 +109,7 @@ def test_who_asks_nothing_keeps_nobody_waiting(
 ) -> None:
     """Silent, half and departed ones are let go after a while; others are answered meanwhile."""
     monkeypatch.setattr(control, "CONNECTION_SECONDS", 0.5)
-    with served(server), contextlib.ExitStack() as stack:
+    with served(server, every_seconds=0.05), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(control.MAX_CONNECTIONS - 1)]
         for each in silent:
             each.connect(str(path))

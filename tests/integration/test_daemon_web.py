@@ -17,6 +17,7 @@ import pytest
 from tasklib_daemon.channel import Channel
 from tasklib_daemon.settings import Web
 from tasklib_daemon.status import LIVE_SECONDS, Status, describe, why_not_ready
+from tasklib_daemon.web import server
 from tasklib_daemon.web.app import HealthApp, Heard
 from tests.waiting import wait_until
 
@@ -200,6 +201,7 @@ def test_many_silent_callers_are_let_go(child: WebChild) -> None:
         callers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", child.port or 0), timeout=10)) for _ in range(80)
         ]
+        callers[-1].settimeout(server.REQUEST_SECONDS / 2)
         assert callers[-1].recv(1) == b""
     wait_until(lambda: _is_answered(child), "answers again")
 
