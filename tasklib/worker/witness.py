@@ -39,7 +39,8 @@ class Witness:
 
     def beat(self) -> None:
         """The claim loop goes on: every few seconds at least, also while it sleeps or waits for an answer. While the
-        connection "claim" is not there, a beat may be late by the time that an attempt to connect takes.
+        connection "claim" is not there, a beat may be late by the time that an attempt to connect takes; a worker that
+        drains does not beat.
         """
 
     def counts(self, waiting: int, executing: int) -> None:
