@@ -189,14 +189,14 @@ def return_much(megabytes: int) -> str:
     return "x" * megabytes * 2**20
 
 
-@tasklib.task(isolation="process", timeout_seconds=0.3, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=1.5, max_retries=0)
 def overrun(how: str, told: str) -> str:
     """What happens in `told`, a file, is for the test to read."""
     _overrun(how, told)
     return "never"
 
 
-@tasklib.task(isolation="process", timeout_seconds=0.3, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=1.5, max_retries=0)
 async def overrun_async(how: str, told: str) -> str:
     if how == "politely":
         try:
@@ -241,8 +241,8 @@ def _overrun(how: str, told: str) -> None:
             time.sleep(FOR_EVER)
 
 
-def bomb(told: str, depth: int = 4) -> None:
-    """Each of them begets two, and none ends by itself: 31 in all."""
+def bomb(told: str, depth: int = 3) -> None:
+    """Each of them begets two, and none ends by itself: 15 in all."""
     for _ in range(2 if depth else 0):
         if os.fork() == 0:
             bomb(told, depth - 1)
