@@ -10,6 +10,7 @@ python3 dev.py mutants    remove guards one by one; the named test must go red (
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under kills and freezes: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
+python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle
 python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL;
                           or both beside other queues from PyPI (bench peers)
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
@@ -33,6 +34,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
+DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle")
 CODE = ["tasklib", "tasklib_pytest.py", "daemon", "tests", "bench", "examples", "dev.py"]
 
 
@@ -49,7 +51,7 @@ def main(arguments: list[str]) -> int:
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "beside": beside,
         "exactly-once": lambda options: run_in_venv("tests/campaigns/exactly_once.py", *options),
-        "soak": lambda options: run_in_venv("tests/campaigns/soak.py", *options),
+        "soak": soak,
         "bench": bench,
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
@@ -104,6 +106,16 @@ def lint(_options: list[str]) -> int:
 def bench(options: list[str]) -> int:
     which, *rest = options if options and options[0] in {"submit", "drain", "peers"} else ["submit", *options]
     return run_in_venv(f"bench/{which}.py", *rest)
+
+
+def soak(options: list[str]) -> int:
+    """Without a scenario of the daemon's: workers that run by themselves."""
+    if options[:1] != ["daemon"]:
+        return run_in_venv("tests/campaigns/soak.py", *options)
+    if not options[1:] or options[1] not in DAEMON_SCENARIOS:
+        print(f"soak daemon takes one of: {', '.join(DAEMON_SCENARIOS)}")
+        return 2
+    return run_in_venv("-m", f"tests.campaigns.daemon_{options[1]}", *options[2:])
 
 
 def test(options: list[str]) -> int:
