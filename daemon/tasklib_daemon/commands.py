@@ -50,6 +50,8 @@ Socket = Annotated[
     typer.Option("--socket", envvar="TASKLIB_CONTROL_SOCKET", help="The daemon's control socket, if not the only one."),
 ]
 
+_secrets: list[str] = []  # struck out of what is said at the end
+
 
 def run() -> None:
     try:
@@ -58,7 +60,7 @@ def run() -> None:
         if not isinstance(error, Exit) and not type(error).__module__.startswith("tasklib."):
             raise
         found = exit_for(error)
-        print(f"tasklibd: {redactor()(found.message)}", file=sys.stderr)  # noqa: T201 - the command's voice
+        print(f"tasklibd: {redactor(_secrets)(found.message)}", file=sys.stderr)  # noqa: T201 - the command's voice
         sys.exit(found.code)
 
 
@@ -123,6 +125,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         if options[option] is not None:
             (tables.setdefault(section, {}) if section else tables)[key] = options[option]
     settings = load(options["config"], os.environ, tables)
+    _secrets.extend(settings.secrets())
     if not settings.app:
         raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
     return settings
