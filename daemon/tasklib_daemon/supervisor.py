@@ -436,7 +436,7 @@ class Supervisor:
         executing = [Executing(each.task_id, each.token, now - each.started) for each in view.executing]
         report = CrashReport(
             view.worker_id, settings.name, socket.gethostname(), kid.pid, kid.place.slot, how,
-            self._cause(kid, status, is_executing=bool(executing)),
+            self._cause(kid, status),
             kid.guilty if kid.guilty in {each.task_id for each in executing} else None,  # it may have ended just so
             tuple(executing),
             tuple(Done(each.task_id, each.token) for each in view.done), view.backends,
@@ -446,13 +446,10 @@ class Supervisor:
             if keeper.is_ready:  # the others are told when they are
                 keeper.channel.send({"say": "died", "report": report.to_json()})
 
-    def _cause(self, kid: Kid, status: int, *, is_executing: bool) -> Cause:
-        """One that hung while it executed something was stopped by that, perhaps: a suspect, as after a crash."""
-        if kid.stage == Stage.ABORTED or kid.cause == "hang":
-            return "crash" if is_executing else "hang"
-        if kid.stage == Stage.KILLED or (kid.stage != Stage.SERVING and status == 0):
-            return kid.cause or "shutdown"
-        return "crash"
+    def _cause(self, kid: Kid, status: int) -> Cause:
+        """Ours, if we have ended it, or it ended in good order as we asked it to."""
+        is_ours = kid.stage >= Stage.ABORTED or (kid.stage != Stage.SERVING and status == 0)
+        return kid.cause or "shutdown" if is_ours else "crash"
 
     def _count_failure(self, kid: Kid) -> None:
         now, restart = time.monotonic(), self.settings.restart
