@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ from tests.campaigns.soak import (
     say,
     wait_for,
 )
+from tests.campaigns.soak_worker import write
 from tests.daemons import daemon, is_alive
 from tests.invariants import violations
 
@@ -48,6 +50,7 @@ BAD_EVENTS = (
 )  # fmt: skip
 GONE_SECONDS = 5.0
 STOP_SECONDS = 30.0
+BAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ class Scene:
         self.conn.execute(daemon_tasks.MAKE_EFFECTS)
         stack.callback(self._end_all)
         self._submitter = Submitter(self.dsn, scratch / "submits", rate, seed, draw)
+        self._client = stack.enter_context(tasklib.Client(tasklib.Config(self.dsn, pool_size=1)))
+        self._baits = os.open(scratch / "submits", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        stack.callback(os.close, self._baits)
         self._watcher = Watcher(self.dsn)
         for name in ("runs", "company"):
             (scratch / name).touch()
@@ -160,8 +166,33 @@ class Scene:
         assert row is not None
         return int(row[0])
 
-    def held_by(self, pid: int) -> frozenset[UUID]:
-        return held_by(self.conn, pid)
+    def held_by(self, *pids: int) -> frozenset[UUID]:
+        return frozenset(task_id for pid in pids for task_id in held_by(self.conn, pid))
+
+    def bait(self, made: Daemon) -> frozenset[int]:
+        """Its workers, one of which has just begun something long: a hit between two tasks would try nothing."""
+        ends = time.monotonic() + BAIT_SECONDS * 10
+        while time.monotonic() < ends:
+            workers = frozenset(int(each["pid"]) for each in made.status()["workers"] if each["pid"])
+            if self._begins(daemon_tasks.draw_long(self.dice, BAIT_SECONDS)) in workers:
+                return workers
+        raise TimeoutError(f"{made.settings_file} executes nothing:\n{made.tail()}")
+
+    def _begins(self, task: tasklib.NewTask) -> int | None:
+        """The worker's pid, as soon as the body has begun."""
+        self._client.submit(task)
+        write(self._baits, id=str(task.id), key=None, outcome="ok")
+        until = time.monotonic() + BAIT_SECONDS
+        while time.monotonic() < until:
+            for line in reversed((self.scratch / "runs").read_text("utf-8").splitlines()[-50:]):
+                if str(task.id) in line:
+                    return self._pid_of(json.loads(line)["worker_id"])
+            time.sleep(0.01)
+        return None
+
+    def _pid_of(self, worker_id: str) -> int | None:
+        row = self.conn.execute("select pid from tasklib.workers where worker_id = %s", [worker_id]).fetchone()
+        return None if row is None else int(row[0])
 
     # --- the judgement ---
 
@@ -251,13 +282,6 @@ def wait_until_gone(pids: Sequence[int], seconds: float) -> tuple[float, list[in
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < began + seconds:
         time.sleep(0.002)
     return time.monotonic() - began, left
-
-
-def wait_until_busy(made: Daemon, seconds: float = 5.0) -> None:
-    """A hit between two tasks would try nothing. In vain, if nothing comes: then it is hit as it is."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not any(each.get("running") for each in made.status()["workers"]):
-        time.sleep(0.005)
 
 
 def kill(pid: int) -> None:

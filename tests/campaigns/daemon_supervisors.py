@@ -27,7 +27,6 @@ from tests.campaigns.daemon_scene import (
     is_hit_by,
     kill,
     recoveries,
-    wait_until_busy,
     wait_until_gone,
 )
 from tests.campaigns.soak import say, scratch_directory
@@ -69,15 +68,14 @@ class Killer:
     def _kill(self, name: str, number: int) -> None:
         """Every other time it is started again at once, and otherwise when the other daemon has taken over."""
         scene, daemon = self._scene, self._scene.daemons[name]
-        wait_until_busy(daemon)
-        workers = frozenset(int(each["pid"]) for each in daemon.status()["workers"] if each["pid"])
-        held = frozenset(each for pid in workers for each in scene.held_by(pid))
+        workers = scene.bait(daemon)
         family = [*measures.family(daemon.pid)]
-        company = [pid for pid in family if pid in self._company()]
         at = time.time()
         kill(daemon.pid)
         seconds, left = wait_until_gone(family, GONE_SECONDS + 5)
+        held = scene.held_by(*workers)
         scene.hits.append(Hit(workers, at, time.time(), held))
+        company = [pid for pid in family if pid in self._company()]
         self._note(family, seconds, left)
         say(
             f"kill {number}/{self._options.kills}: {len(family)} processes, {len(company)} of them started by tasks, "

@@ -83,6 +83,10 @@ def draw(dice: random.Random) -> tasklib.NewTask:
     return function.new(dice.uniform(low, high))
 
 
+def draw_long(dice: random.Random, seconds: float) -> tasklib.NewTask:
+    return dice.choice([work, work_async, write, work_apart, work_in_company]).new(seconds)
+
+
 def draw_with_company(dice: random.Random) -> tasklib.NewTask:
     """The same, and some whose processes outlive them."""
     return work_in_company.new(dice.uniform(0.1, 1.0)) if dice.random() < 0.03 else draw(dice)
