@@ -274,6 +274,12 @@ def kill_the_server(server: int) -> None:
         time.sleep(FOR_EVER)
 
 
+@tasklib.task(isolation="process")
+def freeze_the_server(server: int) -> None:
+    if os.getppid() == server:
+        os.kill(server, signal.SIGSTOP)
+
+
 @tasklib.task
 def work_on(path: str) -> int:
     """A neighbour in a thread, until the file is there."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import multiprocessing.spawn
 import os
 import select
@@ -71,6 +72,8 @@ BOOT_SECONDS = 60.0  # for a fork server to import the tasks' modules
 AFTER_FAILURE_SECONDS = 1.0  # what could not be forked keeps its slot for so long: the next one would fare no better
 STOP_SECONDS = 3.0  # between StopInterrupt and the kill: less than the worker's own patience
 SEND_SECONDS = 1.0  # a fork server that does not read is broken
+SERVER_SECONDS = 15.0  # one that has not done for so long what it has to do is hung
+LOOK_SECONDS = 1.0  # whether it is
 CHUNK_BYTES = 65_536
 FLOOD_PAUSE_SECONDS = 0.02  # for a child that says more than anybody reads
 LARGEST_WORD_BYTES = 8 * 1024 * 1024  # results and errors are two or three at most
@@ -159,7 +162,7 @@ class Processes:
         """One that died, or was not needed until now, is started."""
         _refuse_without_fork()
         with self._starting:
-            if self._server is None or not self._server.is_alive():
+            if self._server is None or not self._server.is_usable():
                 if self._server is not None:
                     self._server.stop()
                 self._server = ForkServer(self._config, self._functions)
@@ -190,6 +193,7 @@ class Processes:
                 self._witness.connected(f"task {execution.id}", backend)
             if "outcome" in word:
                 outcome, execution.is_committed = decoded_outcome(word["outcome"]), word.get("is_committed")
+                child.must_be_gone_in(SERVER_SECONDS)
         self._witness.disconnected(f"task {execution.id}")
         return outcome if outcome is not None else self._death(execution, child)
 
@@ -223,6 +227,7 @@ class Child:
         self.status: int | None = None  # as `waitpid` tells it
         self.error: str | None = None
         self._has_ended = False
+        self._expected_by = time.monotonic() + SERVER_SECONDS  # the server's next word
         try:
             self._number = server.fork(theirs.fileno(), notify)
         except BaseException:
@@ -251,8 +256,13 @@ class Child:
         self._is_told = True
         self.say(_STOP_WORDS[kind])
         patience = min(self._patience_seconds, STOP_SECONDS) if kind is StopInterrupt else self._patience_seconds
+        self.must_be_gone_in(patience + SERVER_SECONDS)
         with contextlib.suppress(OSError):
             self._server.send({"stop": self._number, "kill_after": patience})
+
+    def must_be_gone_in(self, seconds: float) -> None:
+        """Or else it is the server that does nothing."""
+        self._expected_by = min(self._expected_by, time.monotonic() + seconds)
 
     def words(self) -> Iterator[Word]:
         """What it says, until it has ended."""
@@ -261,7 +271,12 @@ class Child:
         watched.register(self._channel, select.POLLIN)
         watched.register(self._notice, select.POLLIN)
         while not self._has_ended:
-            ready = {fd for fd, _ in watched.poll()}
+            ready = {fd for fd, _ in watched.poll(LOOK_SECONDS * 1000)}
+            if self._notice in ready:
+                self._read_notice()
+            elif time.monotonic() > self._expected_by:
+                self._expected_by = math.inf
+                self._server.give_up()
             if self._channel.fileno() in ready:
                 chunk = self._received()
                 if chunk == b"":
@@ -269,8 +284,6 @@ class Child:
                 *lines, said = (said + (chunk or b"")).split(b"\n")
                 yield from _read_words(lines)
                 self._guard(chunk or b"", said)
-            if self._notice in ready:
-                self._read_notice()
         while len(said) < LARGEST_WORD_BYTES and (chunk := self._received()):
             said += chunk
         yield from _read_words(said.split(b"\n"))
@@ -322,7 +335,9 @@ class Child:
         self._has_ended = not data
         *lines, self._notices = (self._notices + data).split(b"\n")
         for word in _read_words(lines):
-            self.pid = word.get("pid", self.pid)
+            if "pid" in word:
+                self.pid = word["pid"]
+                self._expected_by = math.inf if not self._is_told else self._expected_by
             self.status = word.get("status", self.status)
             self.error = word.get("error", self.error)
 
@@ -350,8 +365,9 @@ class ForkServer:
         with contextlib.suppress(OSError):  # it has died already: there will be no answer
             self._control.sendall(hello)
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_usable(self) -> bool:
+        """It lives, and is ready or may become so."""
+        return self._process.poll() is None and (self._is_ready or time.monotonic() < self._deadline)
 
     def wait_until_ready(self, gives_up: Callable[[], bool]) -> bool:
         while not self._is_ready:
@@ -369,12 +385,18 @@ class ForkServer:
         """The number of the child."""
         with self._sending:
             self._forks += 1
-            socket.send_fds(self._control, [_line({"fork": self._forks})], [channel, notice])
+            with self._ended_by_errors():
+                socket.send_fds(self._control, [_line({"fork": self._forks})], [channel, notice])
             return self._forks
 
     def send(self, word: Word) -> None:
-        with self._sending:
+        with self._sending, self._ended_by_errors():
             self._control.sendall(_line(word))
+
+    def give_up(self) -> None:
+        """It is hung, or was stopped: its children die with it, and another one takes its place."""
+        log.error("fork_server.hung", pid=self._process.pid, consequence="it was killed, with all that it had forked")
+        self._process.kill()
 
     def stop(self) -> None:
         """It ends when nobody holds the other end of its socket."""
@@ -384,6 +406,15 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """One that does not listen, or has heard half of a word, is of no more use: another one takes its place."""
+        try:
+            yield
+        except OSError:
+            self._process.kill()
+            raise
 
     def _hear(self) -> None:
         try:

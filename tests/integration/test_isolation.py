@@ -21,7 +21,7 @@ import pytest
 import tasklib
 from tasklib import migrate
 from tasklib.registry import default_registry
-from tasklib.worker import hooks
+from tasklib.worker import hooks, processes
 from tests.waiting import wait_until
 from tests.working import get, running, wait_final
 
@@ -102,11 +102,15 @@ def place(tasks: ModuleType, config_of_all: tasklib.Config) -> Iterator[Place]:
 
 def is_gone(pid: int) -> bool:
     """No such process, or nobody has buried it yet."""
+    return state_of(pid) in "ZX"
+
+
+def state_of(pid: int) -> str:
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] in "ZX"
+        return "X"
+    return status.rpartition(")")[2].split()[0]
 
 
 def pids_in(path: Path) -> list[int]:
@@ -315,6 +319,20 @@ def test_who_kills_the_fork_server_is_a_suspect_and_the_next_one_takes_over(
         assert place.attempts(id_) == [("WORKER_FAILURE", "the fork server died under it"), ("COMPLETED", None)]
     assert place.server != server
     wait_until(lambda: all(is_gone(pid) for pid in pids_in(told)), "the end of its first run", seconds=5)
+
+
+def test_a_fork_server_that_does_nothing_is_replaced(
+    place: Place, tasks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has stopped it: it neither forks nor reaps any more, and must not keep its worker's slots for ever."""
+    monkeypatch.setattr(processes, "SERVER_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.05)
+    server = place.server
+    frozen = place.submit(tasks.freeze_the_server, server)
+    wait_until(lambda: state_of(server) in "TZX", "it to be stopped")
+    assert place.result(tasks.where, NOON)["parent"] != server
+    assert wait_final(place.client, frozen).state == "completed"
+    assert is_gone(server)
 
 
 # --- Coming and going ------------------------------------------------------------------------------------------------
