@@ -316,8 +316,10 @@ def _stop_if_useless(state: State, child: Child, now: float, wanted: frozenset[P
     elif any(_replaces(other, child) for other in _in(state, child.place)):
         is_memory = _is_large(state.limits, child)
         why = why_due(state.limits, child, now) or "it is replaced"
-        # What it executes may take as long as it takes; but not its memory.
-        yield Stop(child.number, why, soon if is_memory else NEVER, "memory" if is_memory else "recycled")
+        # What it executes may take as long as it takes; but not its memory, nor what may never end: a task that has
+        # closed the channel has closed everything else, too.
+        stop_by = soon if is_memory or child.is_deaf else NEVER
+        yield Stop(child.number, why, stop_by, "memory" if is_memory else "recycled")
 
 
 def _replaces(new: Child, old: Child) -> bool:

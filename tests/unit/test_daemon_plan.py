@@ -188,6 +188,12 @@ def test_tasks_of_a_recycled_worker_may_take_their_time() -> None:
     ]
 
 
+def test_a_deaf_worker_has_no_longer_than_the_grace() -> None:
+    """Its event loop may be dead with its descriptors: what waits in there would wait for ever."""
+    deaf = state(serving(1, is_deaf=True, executing=1), serving(2, born=NOW))
+    assert [each.stop_by for each in follows(deaf) if isinstance(each, Stop)] == [NOW + LIMITS.grace_seconds]
+
+
 def test_recycling_is_staggered() -> None:
     """All are due: one replacement at a time in the whole daemon, the oldest first."""
     limits = Limits(max_tasks=10)
