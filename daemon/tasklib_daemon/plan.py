@@ -391,11 +391,11 @@ class Pauses:
         return pause * (0.5 + 0.5 * jitter)
 
     def forgives(self, lived_seconds: float, failures: int) -> bool:
-        """A child that lived ten times as long as its place would wait has done more good than harm: the count begins
-        anew. Who is killed every few seconds by chance is not kept waiting; who dies at once waits twice as long each
-        time.
+        """A child that lived as long as its place would wait has done more good than harm: the count begins anew. Who
+        is killed every few seconds by chance is not kept waiting, also if two or three of them died young; who dies at
+        once waits twice as long each time.
         """
-        return lived_seconds >= max(10.0 * self.after(failures + 1, 1.0), 1.0)
+        return lived_seconds >= max(self.after(failures + 1, 1.0), 1.0)
 
 
 def is_crash_loop(deaths: Sequence[float], now: float, *, most: int, seconds: float) -> bool:
