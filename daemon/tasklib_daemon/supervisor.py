@@ -66,7 +66,8 @@ if TYPE_CHECKING:
     from tasklib_daemon.settings import Settings
     from tasklib_daemon.status import ChildState, ChildStatus, Status
 
-TICK_SECONDS = 0.25  # how late a limit may be noticed
+TICK_SECONDS = 0.25  # how late a task's limit may be noticed
+IDLE_SECONDS = 1.0  # while nothing executes
 TELL_SECONDS = 1.0
 STOOD_STILL_SECONDS = 2.0  # a round that comes so late: we were stopped, or the host was
 GUARD_SECONDS = 1.0  # before there is a new guardian
@@ -171,7 +172,7 @@ class Supervisor:
         self.settings.make_runtime_directory()
         try:
             self._begin()
-            self._round(timeout_seconds=0.0)
+            self._round(0.0)
             while not self._has_left:
                 self._try_round()
             return self._exit_code or int(ExitCode.OK)
@@ -206,7 +207,8 @@ class Supervisor:
     def _try_round(self) -> None:
         """An error of ours must not end everybody's work, unless it comes again and again."""
         try:
-            self._round()
+            is_busy = any(kid.view is not None and kid.view.executing for kid in self._kids.values())
+            self._round(TICK_SECONDS if is_busy else IDLE_SECONDS)
             self._failures = 0
         except Exception:
             self._failures += 1
@@ -215,7 +217,7 @@ class Supervisor:
             log.exception("supervisor.failed")
             time.sleep(TICK_SECONDS)
 
-    def _round(self, timeout_seconds: float = TICK_SECONDS) -> None:
+    def _round(self, timeout_seconds: float) -> None:
         self._wait(timeout_seconds)
         self._notice_time()
         self._hear_signals()
@@ -236,13 +238,13 @@ class Supervisor:
             if not kid.channel.is_closed:
                 poll.register(kid.channel.fileno(), select.POLLIN | (select.POLLOUT if kid.channel.has_output else 0))
         now = time.monotonic()
-        moments = [history.resting_until for history in self._histories.values() if history.resting_until > now]
-        poll.poll(max(min([timeout_seconds, *(each - now for each in moments)]), 0.0) * 1000)
+        moments = [self._tell_at, self._stacks_at, *(history.resting_until for history in self._histories.values())]
+        poll.poll(min([timeout_seconds, *(each - now for each in moments if each > now)]) * 1000)
 
     def _notice_time(self) -> None:
         """If we stood still, perhaps everybody did: nobody is judged by what happened meanwhile."""
         now = time.monotonic()
-        if now - self._last_round > TICK_SECONDS + STOOD_STILL_SECONDS:
+        if now - self._last_round > IDLE_SECONDS + STOOD_STILL_SECONDS:
             log.warning("daemon.stood_still", seconds=round(now - self._last_round, 1))
             self._awake_since = now
         self._last_round = now

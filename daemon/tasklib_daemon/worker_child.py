@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from tasklib.worker.worker import TaskWorker
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tasklib_daemon.settings import Settings
 
 UNTIL_TOLD_SECONDS = 10.0**6  # the supervisor says when the grace is over
+LOOK_SECONDS = 0.2
 
 
 def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None:
@@ -53,33 +55,46 @@ class Ears:
         self._channel = channel
         self._signals = Signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
         self._asked = page.SERVE
+        self._identities = self._look()
 
     def start(self) -> None:
-        self._hear_messages(0.0)  # it may be born paused
+        self._hear_messages()  # it may be born paused
         for name, listen in {"ears": self._listen, "ready": self._tell_when_ready}.items():
             threading.Thread(target=listen, name=f"tasklib-{name}", daemon=True).start()
 
     def _tell_when_ready(self) -> None:
         if self._worker.wait_until_ready():
+            self._page.beat()  # from here on it is judged by its beat
             self._page.set_phase(page.READY)
             self._channel.send({"say": "ready"})
 
     def _listen(self) -> None:
         poll = select.poll()
-        poll.register(self._signals.fileno(), select.POLLIN)
-        poll.register(self._channel.fileno(), select.POLLIN)
+        for each in (self._signals, self._channel):
+            poll.register(each.fileno(), select.POLLIN)
+        while not self._channel.is_closed:
+            poll.poll()
+            if self._look() != self._identities:
+                break
+            self._hear_signals()
+            self._hear_messages()
+        self._go_deaf()
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        """Which pipe and which socket these are: a task may close them, and others get their numbers."""
+        return [_identity(each.fileno()) for each in (self._signals, self._channel)]
+
+    def _go_deaf(self) -> None:
+        """A task has got at our file descriptors, or the supervisor is gone. What executes may end; the page, which is
+        memory, tells whether to hurry.
+        """
+        log.error("worker.deaf", consequence="its descriptors were closed: it drains, and another takes its place")
         while True:
-            for descriptor, _ in poll.poll():
-                if descriptor == self._signals.fileno():
-                    self._hear_signals()
-                else:
-                    self._hear_messages(0.0)
-                    if self._channel.is_closed:  # the supervisor is gone, and we with it; or a task has closed it
-                        poll.unregister(descriptor)
+            self._stop(max(self._page.asked(), page.DRAIN))
+            time.sleep(LOOK_SECONDS)
 
     def _hear_signals(self) -> None:
-        came = set(self._signals.take())
-        if came & {signal.SIGTERM, signal.SIGINT}:
+        if set(self._signals.take()) & {signal.SIGTERM, signal.SIGINT}:
             self._stop(max(self._page.asked(), page.DRAIN))
 
     def _stop(self, wish: int) -> None:
@@ -87,10 +102,17 @@ class Ears:
             self._asked += 1
             self._worker.stop()
 
-    def _hear_messages(self, timeout_seconds: float) -> None:
-        for message in self._channel.receive(timeout_seconds):
+    def _hear_messages(self) -> None:
+        for message in self._channel.receive(0.0):
             if message["say"] == "pause":
                 self._worker.pause()
             elif message["say"] == "resume":
                 self._worker.resume()
-            log.info("worker.told", what=message["say"], pid=os.getpid())
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    try:
+        about = os.fstat(descriptor)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino

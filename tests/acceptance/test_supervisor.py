@@ -395,6 +395,18 @@ def test_workers_are_recycled_one_at_a_time(client: tasklib.Client, database_url
         assert made.stop() == 0
 
 
+def test_a_worker_whose_descriptors_are_closed_is_replaced(client: tasklib.Client, database_url: str) -> None:
+    """It cannot be talked to any more: it drains by itself, and another takes its place."""
+    with daemon(database_url) as made:
+        closing = client.submit_task("close_descriptors", seconds=0.3)
+        made.wait_for("worker.stopping", process="supervisor", why="it cannot be talked to")
+        assert wait_final(client, client.submit_task("echo", text="by the next one")).state == "completed"
+        assert wait_final(client, closing).state == "completed"
+        assert len(made.lines("worker.ready")) == 2
+        made.signal(signal.SIGQUIT)
+        assert made.wait() == 0
+
+
 # --- what a fork hands down, PID 1 ---
 
 

@@ -75,6 +75,14 @@ def exit_now(code: int) -> None:
 
 
 @tasklib.task
+def close_descriptors(seconds: float) -> str:
+    """All but the standard ones; goes on for a while."""
+    os.closerange(3, 4096)
+    time.sleep(seconds)
+    return "closed"
+
+
+@tasklib.task
 def kill_once(flag: str) -> str:
     """Takes its worker along the first time."""
     if not Path(flag).exists():

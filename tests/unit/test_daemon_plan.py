@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasklib_daemon.plan import (
@@ -425,7 +425,6 @@ _states = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=500)
 @given(_states)
 def test_a_child_is_told_one_thing_at_a_time(seen: State) -> None:
     """Whatever is seen: nobody who was killed is told anything, and a place gets one new child at most for each
