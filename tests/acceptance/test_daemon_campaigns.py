@@ -43,3 +43,37 @@ def test_a_daemon_that_was_frozen_changes_nothing_and_rejoins() -> None:
     """It is stopped past its lease; the other takes over, and its late writes are refused."""
     said = run("freeze", "--freezes 1 --lease-seconds 2 --recovery-seconds 30")
     assert "all invariants hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_hostile_tasks_end_and_harmless_ones_do_not_pay() -> None:
+    """One that crashes its worker is buried, one that never ends is timed out; who kills its supervisor leaves nobody
+    behind, and the next daemon goes on.
+    """
+    said = run("zoo", "--rounds 1 --animals 4 --lease-seconds 2 --bury-after 1 --on-time-percent 50 --load 0.2")
+    assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_rolling_restarts_lose_nothing_and_cost_no_attempt() -> None:
+    """Every task that is submitted meanwhile is begun once."""
+    said = run("rolling", "--restarts 2 --rate 15 --gap-seconds 10")
+    assert "all invariants hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_an_outage_of_the_database_is_waited_for() -> None:
+    """By the same processes; then work goes on, and outcomes that were reached meanwhile are written."""
+    said = run("outage", "--seconds 8 --lease-seconds 3 --cpu-percent 30")
+    assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_an_idle_daemon_is_small() -> None:
+    """Under 250 MB of PSS. Its share of a processor is judged on a quiet machine."""
+    said = run("idle", "--seconds 3 --settle-seconds 1 --cpu-percent 30")
+    assert "all bounds hold" in said

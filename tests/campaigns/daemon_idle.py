@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tasklib
 from tasklib import embedded, migrate
@@ -25,6 +26,7 @@ MOST_CPU_PERCENT = 1.0
 MOST_PSS_MB = 250.0
 CALM_SECONDS = 5.0  # after the start: first polls, first snapshot, the election
 MB = 1024**2
+ORDINARY: dict[str, Any] = {"workers": 2, "concurrency": 10, "poll_interval_seconds": 1.0, "web": {"port": 0}}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ def measure(options: Options, started: Daemon, server: embedded.EmbeddedPostgres
 def idle(options: Options) -> list[str]:
     with embedded.postgres() as server:
         migrate.migrate(tasklib.Config(server.dsn))
-        ordinary = {"poll_interval_seconds": 1.0, "web": {"port": 0}, "workers": 2, "concurrency": 10}
-        with daemon(server.dsn, program=TASKLIBD, **ordinary) as started:
+        with daemon(server.dsn, program=TASKLIBD, **ORDINARY) as started:
             return measure(options, started, server)
 
 

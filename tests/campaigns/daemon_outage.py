@@ -22,6 +22,7 @@ from tasklib import migrate
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
 from tests.campaigns import measures
+from tests.campaigns.daemon_idle import ORDINARY
 from tests.campaigns.soak import Server, connect, say, scratch_directory, wait_for
 from tests.daemon_app import tasks
 from tests.daemons import TASKLIBD, daemon
@@ -43,6 +44,7 @@ DRAIN_SECONDS = 60.0
 class Options:
     seconds: float
     cpu_percent: float
+    lease_seconds: float
     directory: str | None
 
 
@@ -69,7 +71,7 @@ class Outage:
         """Some execute when the database goes: a few end soon, one would still be at it when its lease has passed."""
         with tasklib.Client(tasklib.Config(self._server.dsn)) as client, connect(self._server.dsn) as conn:
             short = [client.submit(tasks.nap.new(2.0)) for _ in range(3)]
-            long = client.submit(tasks.nap.new(25.0))
+            long = client.submit(tasks.nap.new(self._options.lease_seconds + 5))
             running = "select count(*) from tasklib.tasks where state = 'running'"
             wait_for(lambda: conn.execute(running).fetchone() == (4,), 20, "four tasks that execute")
             client.submit_many([tasks.echo.options(delay_seconds=1.0).new(str(number)) for number in range(WAITING)])
@@ -156,8 +158,7 @@ def outage(options: Options, scratch: Path) -> list[str]:
     server.start()
     try:
         migrate.migrate(tasklib.Config(server.dsn))
-        ordinary = {"poll_interval_seconds": 1.0, "web": {"port": 0}, "workers": 2, "concurrency": 10}
-        with daemon(server.dsn, program=TASKLIBD, **ordinary) as started:
+        with daemon(server.dsn, program=TASKLIBD, lease_seconds=options.lease_seconds, **ORDINARY) as started:
             campaign = Outage(options, server, started)
             campaign.run()
             code = started.stop()
@@ -170,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="without PostgreSQL")
     parser.add_argument("--cpu-percent", type=float, default=MOST_CPU_PERCENT, help="the most that is allowed")
+    parser.add_argument("--lease-seconds", type=float, default=15.0)
     parser.add_argument("--directory", help="keep the database there")
     options = Options(**vars(parser.parse_args(arguments)))
     say(f"outage: {options}; {measures.load()}")

@@ -25,6 +25,7 @@ from tests.campaigns.soak_worker import work, work_async
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from uuid import UUID
 
     import tasklib
     from tests.campaigns.soak import Run
@@ -98,7 +99,7 @@ class Restarter:
 
 def judge(scene: Scene, runs: Sequence[Run], options: Options, restarter: Restarter) -> None:
     say(f"from SIGHUP until others serve: {measures.shown(restarter.seconds)}; {measures.load()}")
-    created = dict(
+    created: dict[UUID, float] = dict(
         scene.conn.execute("select id, extract(epoch from created_at)::float8 from tasklib.tasks").fetchall()
     )
     gaps = [run.began - created[run.task_id] for run in runs if run.task_id in created]
