@@ -154,7 +154,7 @@ class Supervisor:
         self._wants_reload = False
         self._problems: list[str] = []
         self._awake_since = -math.inf
-        self._last_round = time.monotonic()
+        self._last_look = time.monotonic()
         self._tell_at = 0.0
         self._stacks_at = math.inf
         self._guard_at = math.inf
@@ -219,7 +219,6 @@ class Supervisor:
 
     def _round(self, timeout_seconds: float) -> None:
         self._wait(timeout_seconds)
-        self._notice_time()
         self._hear_signals()
         self._hear_children()
         self._bury_the_dead()
@@ -241,30 +240,33 @@ class Supervisor:
         moments = [self._tell_at, self._stacks_at, *(history.resting_until for history in self._histories.values())]
         poll.poll(min([timeout_seconds, *(each - now for each in moments if each > now)]) * 1000)
 
-    def _notice_time(self) -> None:
-        """If we stood still, perhaps everybody did: nobody is judged by what happened meanwhile."""
-        now = time.monotonic()
-        if now - self._last_round > IDLE_SECONDS + STOOD_STILL_SECONDS:
-            log.warning("daemon.stood_still", seconds=round(now - self._last_round, 1))
-            self._awake_since = now
-        self._last_round = now
-
     def _act(self) -> bool:
-        actions = plan(self._state(), time.monotonic())
+        """The moment is taken after the pages were read, and nothing later is looked at."""
+        now = self._notice_time()
+        actions = plan(self._state(now), now)
         for action in actions:
             self._perform(action)
         return bool(actions) and not self._has_left
 
+    def _notice_time(self) -> float:
+        """If we stood still, perhaps everybody did: nobody is judged by what happened meanwhile."""
+        now = time.monotonic()
+        if now - self._last_look > IDLE_SECONDS + STOOD_STILL_SECONDS:
+            log.warning("daemon.stood_still", seconds=round(now - self._last_look, 1))
+            self._awake_since = now
+        self._last_look = now
+        return now
+
     # --- what it sees ---
 
-    def _state(self) -> State:
+    def _state(self, now: float) -> State:
         return State(
-            self._serving, self._limits, self._coming, [self._child(kid) for kid in self._kids.values()],
+            self._serving, self._limits, self._coming, [self._child(kid, now) for kid in self._kids.values()],
             {place: history.resting_until for place, history in self._histories.items()},
             self._ending, self._awake_since, bool(self._reports),
         )  # fmt: skip
 
-    def _child(self, kid: Kid) -> Child:
+    def _child(self, kid: Kid, now: float) -> Child:
         is_worker, view = kid.place.role == "worker", kid.view
         is_booted = kid.has_spoken or (view is not None and view.phase >= page.BOOTED)
         seen = Child(
@@ -275,11 +277,10 @@ class Supervisor:
             return seen
         return replace(
             seen, beacon=view.beacon, is_connected=view.is_connected, executing=len(view.executing),
-            unwritten=len(view.done), ended=view.ended, overdue=self._overdue(view),
+            unwritten=len(view.done), ended=view.ended, overdue=self._overdue(view, now),
         )  # fmt: skip
 
-    def _overdue(self, view: PageView) -> Overdue | None:
-        now = time.monotonic()
+    def _overdue(self, view: PageView, now: float) -> Overdue | None:
         for slot in view.executing:
             if now >= slot.must_end_by:
                 return Overdue(slot.task_id, "cancelled" if slot.is_cancelled else "hard_timeout")
@@ -702,7 +703,8 @@ class Supervisor:
 
     def _worker_status(self, kid: Kid) -> ChildStatus:
         view = kid.view or kid.page.read()
-        why = why_hung(self._limits, self._child(kid), time.monotonic(), awake_since=self._awake_since)
+        now = time.monotonic()
+        why = why_hung(self._limits, self._child(kid, now), now, awake_since=self._awake_since)
         return {
             **self._kid_status(kid),
             "worker_id": view.worker_id or None,

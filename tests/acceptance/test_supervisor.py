@@ -361,7 +361,7 @@ def test_a_hang_leaves_a_traceback(client: tasklib.Client, conn: Conn, database_
         task = client.submit_task("hold_gil", seconds=60)
         assert wait_final(client, task, seconds=25).state == "buried"
         hung = made.lines("worker.hung")
-        assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]] * 2
+        assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]] * 2, made.tail()
         assert "in hold_gil" in made.lines("worker.died")[0]["stacks"]
         assert "its claim loop has stood still" in attempts(conn, task)[0][1]
 
