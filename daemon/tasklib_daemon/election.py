@@ -53,7 +53,7 @@ class Election:
 
     def resign(self) -> None:
         """The next one need not wait."""
-        if self.term is not None:
+        if self.is_held():
             self._until = -math.inf
             self._session.run(self._statements.resign(self._name, self._holder))
 

@@ -51,7 +51,7 @@ FRESH_SECONDS = 5.0  # what the supervisor said of its workers; it says so every
 ANSWER_SECONDS = 5.0  # the database has answered lately: the election asks every second or so
 CENSUS_SECONDS = 10.0  # also before the first: workers that have just started have to register
 DRAIN_SECONDS = 5.0  # for reports that wait, when it is told to stop
-STOP_SECONDS = 3.0  # for its loops
+STOP_SECONDS = 5.0  # for its loops
 LISTEN_SECONDS = 1.0  # at a time: a stop may have to wait for it
 HOUR_SECONDS = 3600.0
 
@@ -150,22 +150,25 @@ class Keeper:
     def close(self) -> None:
         self._boot_loop.stop()  # first: it is who starts the others
         self._boot_loop.join(STOP_SECONDS)
-        loops = [loop for loop in self._loops.values() if loop.is_alive()]
-        for loop in loops:
+        for loop in self._loops.values():
             loop.stop()
         until = time.monotonic() + STOP_SECONDS
-        for loop in loops:
-            loop.join(max(until - time.monotonic(), 0.0))
-        if not any(loop.is_alive() for loop in loops):
-            self._leave()
+        for role, loop in self._loops.items():
+            self._leave(role, loop, max(until - time.monotonic(), 0.0))
         log.info("keeper.stopped")
 
-    def _leave(self) -> None:
-        with contextlib.suppress(Exception):  # then its term runs out by itself
-            self.election.resign()
-        for session in self._sessions.values():
-            session.close()
-        self._bell.close()
+    def _leave(self, role: str, loop: Loop, seconds: float) -> None:
+        """A loop that does not end, because the database does not answer, keeps what it uses."""
+        if loop.is_alive():
+            loop.join(seconds)
+        if loop.is_alive():
+            return
+        if role == "duties":
+            with contextlib.suppress(Exception):  # then its term runs out by itself
+                self.election.resign()
+        if role == "listen":
+            self._bell.close()
+        self._sessions[role].close()
 
     # --- what it hears ---
 
