@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 WORKERS = 3
 ROLES = {"worker": 8, "keeper": 1, "web": 1}  # how often each is hit
 BURY_AFTER = 3  # the default
+BUSY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,23 @@ class Killer:
         self.killed[role if child["state"] == "ready" else f"{role}, {child['state']}"] += 1
 
     def _victim(self) -> tuple[str, dict[str, Any]]:
-        """Any child that lives, whatever it does; but for a worker whose task would be buried."""
+        """Any child that lives; but for a worker whose task would be buried. One that has nothing to do is given a
+        moment to get something: what it executes is what is tried.
+        """
+        patience = time.monotonic() + BUSY_SECONDS
         while True:
-            status = self._daemon.status()
             role = self._scene.dice.choices(list(ROLES), list(ROLES.values()))[0]
-            child = self._scene.dice.choice(status["workers"]) if role == "worker" else status[role]
+            slot = self._scene.dice.randrange(WORKERS)
+            while is_idle(child := self._child(role, slot)) and time.monotonic() < patience:
+                time.sleep(0.005)
             if child["pid"] is not None and not self._is_spared(child):
                 return role, child
             time.sleep(0.01)
+
+    def _child(self, role: str, slot: int) -> dict[str, Any]:
+        status = self._daemon.status()
+        found: dict[str, Any] = status["workers"][slot] if role == "worker" else status[role]
+        return found
 
     def _is_spared(self, child: dict[str, Any]) -> bool:
         """A task under which its worker has died four times, three times when it was alone, is as good as guilty: there
@@ -88,6 +98,10 @@ class Killer:
             return False
         self.spared += 1
         return True
+
+
+def is_idle(child: dict[str, Any]) -> bool:
+    return child["state"] == "ready" and child.get("running") == 0
 
 
 def is_whole(daemon: Daemon) -> bool:
@@ -135,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seconds-per-kill", type=float, default=2.0, help="on average")
-    parser.add_argument("--rate", type=float, default=8.0, help="tasks submitted a second")
+    parser.add_argument("--rate", type=float, default=5.0, help="tasks submitted a second")
     parser.add_argument("--recovery-seconds", type=float, default=1.0, help="from kill to the next start, p99")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--directory", help="keep the database and the journals there")
