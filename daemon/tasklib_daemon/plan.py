@@ -64,7 +64,7 @@ class Child:
     stage: Stage = Stage.SERVING
     since: float = 0.0  # of the stage
     stop_by: float = NEVER  # while it drains
-    beacon: float = 0.0
+    beacon: float = 0.0  # the last round of its claim loop; of a keeper, its last message
     is_connected: bool = True
     executing: int = 0
     unwritten: int = 0  # outcomes that are not committed yet
@@ -225,16 +225,20 @@ def _hurry(state: State, child: Child, now: float) -> Action | None:
 
 
 def why_hung(limits: Limits, child: Child, now: float, *, awake_since: float = -math.inf) -> str | None:
-    """A child that does not boot, or whose claim loop stands still. A long task alone is no hang."""
+    """A child that does not boot, a worker whose claim loop stands still, a keeper that says nothing. A long task alone
+    is no hang.
+    """
     if not child.is_booted:
         seconds = now - max(child.born, awake_since)
         return f"it has not started within {limits.boot_seconds:g} s" if seconds >= limits.boot_seconds else None
-    if child.place.role != "worker" or not child.is_ready:
+    if child.place.role == "web" or not child.is_ready:
         return None
-    allowed = limits.stall_seconds if child.executing else limits.hang_seconds
+    is_patient = child.executing or child.place.role == "keeper"
+    allowed = limits.stall_seconds if is_patient else limits.hang_seconds
     allowed += 0.0 if child.is_connected else limits.connect_seconds
     silent = now - max(child.beacon, child.born, awake_since)
-    return f"its claim loop has stood still for {silent:.1f} s" if silent >= allowed else None
+    what = "its claim loop has stood still" if child.place.role == "worker" else "it has said nothing"
+    return f"{what} for {silent:.1f} s" if silent >= allowed else None
 
 
 # --- the daemon stops ---

@@ -98,7 +98,7 @@ class Kid:
     pid: int = 0
     born: float = field(default_factory=time.monotonic)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    has_spoken: bool = False
+    heard_at: float = 0.0  # its last message
     is_ready: bool = False
     failure: Exit | None = None  # what it said before it ended
     stage: Stage = Stage.SERVING
@@ -175,6 +175,7 @@ class Supervisor:
             self._round(0.0)
             while not self._has_left:
                 self._try_round()
+            log.info("daemon.stopped", code=self._exit_code or 0)
             return self._exit_code or int(ExitCode.OK)
         finally:
             self._end()
@@ -189,6 +190,8 @@ class Supervisor:
         if self.settings.preload:
             preload.import_app(self.settings)
         self._signals = Signals(HANDLED)
+        signals.release()  # whoever started us may have held some back
+        self._last_look = time.monotonic()
         log.info(
             "daemon.started", version=__version__, workers=self.settings.workers, concurrency=self.settings.concurrency,
             queues=self.settings.queues, control_socket=str(self.settings.control_socket),
@@ -200,7 +203,6 @@ class Supervisor:
         self._guardian.dismiss()
         if self._control is not None:
             self._control.close()
-        log.info("daemon.stopped", code=self._exit_code or 0)
 
     # --- the loop ---
 
@@ -268,10 +270,10 @@ class Supervisor:
 
     def _child(self, kid: Kid, now: float) -> Child:
         is_worker, view = kid.place.role == "worker", kid.view
-        is_booted = kid.has_spoken or (view is not None and view.phase >= page.BOOTED)
+        is_booted = bool(kid.heard_at) or (view is not None and view.phase >= page.BOOTED)
         seen = Child(
             kid.number, kid.place, kid.generation, kid.born, is_booted, kid.is_ready, kid.channel.is_closed,
-            kid.stage, kid.since, kid.stop_by, memory_bytes=kid.memory_bytes,
+            kid.stage, kid.since, kid.stop_by, kid.heard_at, memory_bytes=kid.memory_bytes,
         )  # fmt: skip
         if not is_worker or view is None:
             return seen
@@ -344,10 +346,16 @@ class Supervisor:
             kid.channel.flush()
             if not kid.channel.is_closed:
                 for message in kid.channel.receive():
-                    kid.has_spoken = True
                     self._hear(kid, message)
 
     def _hear(self, kid: Kid, message: Message) -> None:
+        kid.heard_at = time.monotonic()
+        try:
+            self._understand(kid, message)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            log.exception("message.refused", role=kid.place.role, pid=kid.pid)
+
+    def _understand(self, kid: Kid, message: Message) -> None:
         """A worker runs other people's code: what only a keeper says is not taken from it."""
         match kid.place.role, message["say"]:
             case _, "ready":
@@ -503,6 +511,8 @@ class Supervisor:
         except OSError as error:
             log.error("spawn.failed", role=place.role, slot=place.slot, error=str(error))
             self._histories.setdefault(place, History()).resting_until = time.monotonic() + 1.0
+            if self._coming is not None and generation == self._coming.number:
+                self._coming = replace(self._coming, has_failed=True)
 
     def _fork(self, place: Place, generation: int) -> None:
         settings = self._settings[generation]

@@ -51,7 +51,8 @@ TASK = uuid4()
 
 def serving(number: int, place: Place = ONE, **values: Any) -> Child:
     """One that has been ready for a while, and goes on."""
-    values = {"generation": 1, "born": NOW - 100, "beacon": NOW, **values}
+    beacon = NOW if place.role == "worker" else NOW + 10**7  # the others go on, however long a test looks
+    values = {"generation": 1, "born": NOW - 100, "beacon": beacon, **values}
     return Child(number, place, is_booted=True, is_ready=True, **values)
 
 
@@ -279,6 +280,16 @@ def test_a_claim_loop_that_stands_still_is_a_hang(values: dict[str, Any], silent
     aborted = replace(child, stage=Stage.ABORTED, since=NOW)
     assert Kill(1) not in follows(state(aborted), NOW + ABORT_SECONDS - 0.1)
     assert Kill(1) in follows(state(aborted), NOW + ABORT_SECONDS)
+
+
+def test_a_keeper_that_says_nothing_is_a_hang() -> None:
+    """It says how it is every second, whether or not there is a database. A web child has nothing to say."""
+    silent = serving(2, KEEPER, beacon=NOW - LIMITS.stall_seconds)
+    assert follows(state(serving(1), silent)) == [Abort(2, "it has said nothing for 60.0 s")]
+    assert follows(state(serving(1), replace(silent, beacon=NOW - 59))) == []
+    web = serving(3, WEB, beacon=0.0)
+    seen = State(serving=Generation(1, 1), children=[serving(1), serving(2, KEEPER), web])
+    assert follows(seen) == []
 
 
 def test_a_long_task_is_no_hang() -> None:
