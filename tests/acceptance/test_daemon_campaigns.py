@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT_ZOO = """
+--rounds 1 --animals 3 --seconds-per-animal 0.2 --lease-seconds 2 --bury-after 1 --load 0.2 --on-time-percent 50
+"""
 
 
 def run(scenario: str, options: str) -> str:
@@ -51,7 +54,7 @@ def test_hostile_tasks_end_and_harmless_ones_do_not_pay() -> None:
     """One that crashes its worker is buried, one that never ends is timed out; who kills its supervisor leaves nobody
     behind, and the next daemon goes on.
     """
-    said = run("zoo", "--rounds 1 --animals 4 --lease-seconds 2 --bury-after 1 --on-time-percent 50 --load 0.2")
+    said = run("zoo", SHORT_ZOO)
     assert "all bounds hold" in said
 
 
@@ -59,7 +62,7 @@ def test_hostile_tasks_end_and_harmless_ones_do_not_pay() -> None:
 @pytest.mark.direct
 def test_rolling_restarts_lose_nothing_and_cost_no_attempt() -> None:
     """Every task that is submitted meanwhile is begun once."""
-    said = run("rolling", "--restarts 2 --rate 15 --gap-seconds 10")
+    said = run("rolling", "--restarts 2 --rate 10 --pause-seconds 0.1 --gap-seconds 10")
     assert "all invariants hold" in said
 
 
@@ -67,7 +70,7 @@ def test_rolling_restarts_lose_nothing_and_cost_no_attempt() -> None:
 @pytest.mark.direct
 def test_an_outage_of_the_database_is_waited_for() -> None:
     """By the same processes; then work goes on, and outcomes that were reached meanwhile are written."""
-    said = run("outage", "--seconds 8 --lease-seconds 3 --cpu-percent 30")
+    said = run("outage", "--seconds 7 --lease-seconds 4 --cpu-percent 30")
     assert "all bounds hold" in said
 
 
@@ -75,5 +78,5 @@ def test_an_outage_of_the_database_is_waited_for() -> None:
 @pytest.mark.direct
 def test_an_idle_daemon_is_small() -> None:
     """Under 250 MB of PSS. Its share of a processor is judged on a quiet machine."""
-    said = run("idle", "--seconds 3 --settle-seconds 1 --cpu-percent 30")
+    said = run("idle", "--seconds 2 --settle-seconds 0 --cpu-percent 50")
     assert "all bounds hold" in said

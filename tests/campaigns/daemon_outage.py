@@ -70,8 +70,9 @@ class Outage:
     def _submit_some(self) -> list[tasklib.TaskId]:
         """Some execute when the database goes: a few end soon, one would still be at it when its lease has passed."""
         with tasklib.Client(tasklib.Config(self._server.dsn)) as client, connect(self._server.dsn) as conn:
-            short = [client.submit(tasks.nap.new(2.0)) for _ in range(3)]
-            long = client.submit(tasks.nap.new(self._options.lease_seconds + 5))
+            lease = self._options.lease_seconds
+            short = [client.submit(tasks.nap.new(lease / 6 + 0.7)) for _ in range(3)]
+            long = client.submit(tasks.nap.new(1.3 * lease + 1))
             running = "select count(*) from tasklib.tasks where state = 'running'"
             wait_for(lambda: conn.execute(running).fetchone() == (4,), 20, "four tasks that execute")
             client.submit_many([tasks.echo.options(delay_seconds=1.0).new(str(number)) for number in range(WAITING)])
