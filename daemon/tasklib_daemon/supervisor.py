@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import select
 import shutil
 import signal
 import socket
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,21 +27,19 @@ from tasklib_daemon.control import ControlServer
 from tasklib_daemon.crashes import CrashReport, Done, Executing
 from tasklib_daemon.exits import BOOT_ERRORS, Exit, ExitCode
 from tasklib_daemon.guardian import Guardian, kill_group
+from tasklib_daemon.kid import History, Kid, how_it_ended, reap
 from tasklib_daemon.logs import log
 from tasklib_daemon.page import Page
 from tasklib_daemon.plan import (
     Abandon,
     Abort,
     Adopt,
-    Child,
     Ending,
     Generation,
     Hurry,
     Kill,
     Leave,
     Limits,
-    Overdue,
-    Pauses,
     Place,
     Spawn,
     Stage,
@@ -64,7 +61,7 @@ if TYPE_CHECKING:
     from tasklib_daemon.page import PageView
     from tasklib_daemon.plan import Action, Cause
     from tasklib_daemon.settings import Settings
-    from tasklib_daemon.status import ChildState, ChildStatus, Status
+    from tasklib_daemon.status import ChildStatus, Status
 
 TICK_SECONDS = 0.25  # how late a task's limit may be noticed
 IDLE_SECONDS = 1.0  # while nothing executes
@@ -83,49 +80,6 @@ HANDLED = (
 def run(settings: Settings, reload: Callable[[], Settings] | None = None) -> int:
     """Until it is told to end. `reload` reads the settings again, for SIGHUP. Exit, if it cannot even begin."""
     return Supervisor(settings, reload).run()
-
-
-@dataclass(slots=True, eq=False)
-class Kid:
-    """A child process, as its parent knows it."""
-
-    number: int
-    place: Place
-    generation: int
-    page: Page
-    channel: Channel
-    stacks: Stacks
-    pid: int = 0
-    born: float = field(default_factory=time.monotonic)
-    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    heard_at: float = 0.0  # its last message
-    is_ready: bool = False
-    failure: Exit | None = None  # what it said before it ended
-    stage: Stage = Stage.SERVING
-    since: float = 0.0
-    stop_by: float = math.inf
-    why: str | None = None
-    cause: Cause | None = None
-    guilty: UUID | None = None
-    view: PageView | None = None
-    memory_bytes: int = 0
-    cpu_seconds: float = 0.0
-    cpu_percent: float = 0.0
-
-    def close(self) -> None:
-        self.page.close()
-        self.channel.close()
-        self.stacks.close()
-
-
-@dataclass(slots=True)
-class History:
-    """Of a place."""
-
-    failures: int = 0  # in a row
-    restarts: int = 0
-    deaths: list[float] = field(default_factory=list)
-    resting_until: float = 0.0
 
 
 class Supervisor:
@@ -225,7 +179,8 @@ class Supervisor:
         self._hear_children()
         self._bury_the_dead()
         self._hear_operators()
-        self._look_at_pages()
+        for kid in self._kids.values():
+            kid.look()
         while self._act():
             pass
         self._tell()
@@ -263,37 +218,10 @@ class Supervisor:
 
     def _state(self, now: float) -> State:
         return State(
-            self._serving, self._limits, self._coming, [self._child(kid, now) for kid in self._kids.values()],
+            self._serving, self._limits, self._coming, [kid.seen(self._cancels, now) for kid in self._kids.values()],
             {place: history.resting_until for place, history in self._histories.items()},
             self._ending, self._awake_since, bool(self._reports),
         )  # fmt: skip
-
-    def _child(self, kid: Kid, now: float) -> Child:
-        is_worker, view = kid.place.role == "worker", kid.view
-        is_booted = bool(kid.heard_at) or (view is not None and view.phase >= page.BOOTED)
-        seen = Child(
-            kid.number, kid.place, kid.generation, kid.born, is_booted, kid.is_ready, kid.channel.is_closed,
-            kid.stage, kid.since, kid.stop_by, kid.heard_at, memory_bytes=kid.memory_bytes,
-        )  # fmt: skip
-        if not is_worker or view is None:
-            return seen
-        return replace(
-            seen, beacon=view.beacon, is_connected=view.is_connected, executing=len(view.executing),
-            unwritten=len(view.done), ended=view.ended, overdue=self._overdue(view, now),
-        )  # fmt: skip
-
-    def _overdue(self, view: PageView, now: float) -> Overdue | None:
-        for slot in view.executing:
-            if now >= slot.must_end_by:
-                return Overdue(slot.task_id, "cancelled" if slot.is_cancelled else "hard_timeout")
-            if now >= self._cancels.get(slot.task_id, math.inf) and not slot.is_isolated:
-                return Overdue(slot.task_id, "cancelled")
-        return None
-
-    def _look_at_pages(self) -> None:
-        for kid in self._kids.values():
-            if kid.place.role == "worker":
-                kid.view = kid.page.read()
 
     # --- what it hears ---
 
@@ -339,7 +267,7 @@ class Supervisor:
 
     def _signal_all(self, signum: signal.Signals) -> None:
         for kid in self._kids.values():
-            self._signal(kid, signum)
+            kid.signal(signum)
 
     def _hear_children(self) -> None:
         for kid in [*self._kids.values()]:
@@ -409,7 +337,7 @@ class Supervisor:
     def _bury_the_dead(self) -> None:
         """Also strangers, who became ours when their parents died."""
         kids = {kid.pid: kid for kid in self._kids.values()}
-        for pid, status in _reap(is_ours=kids.__contains__):
+        for pid, status in reap(is_ours=kids.__contains__):
             if pid in kids:
                 self._guardian.groups.remove(pid)
                 self._died(kids[pid], status)
@@ -425,7 +353,7 @@ class Supervisor:
         is_expected = kid.stage not in {Stage.SERVING, Stage.ABORTED}
         how = how_it_ended(status, kid.why if kid.stage >= Stage.ABORTED else None)
         self._log_death(kid, how, is_expected=is_expected or status == 0)
-        if kid.place.role == "worker":
+        if kid.is_worker:
             self._report(kid, view, status, how)
         if not is_expected:
             self._count_failure(kid)
@@ -463,13 +391,8 @@ class Supervisor:
         return kid.cause or "shutdown" if is_ours else "crash"
 
     def _count_failure(self, kid: Kid) -> None:
-        now, restart = time.monotonic(), self.settings.restart
-        history = self._histories.setdefault(kid.place, History())
-        pauses = Pauses(restart.first_seconds, restart.longest_seconds)
-        history.failures = 1 if pauses.forgives(now - kid.born, history.failures) else history.failures + 1
-        history.resting_until = now + pauses.after(history.failures, random.random())  # noqa: S311 - spreads load
-        history.restarts += 1
-        history.deaths = [*(each for each in history.deaths if each > now - restart.crash_loop_seconds), now]
+        now = time.monotonic()
+        self._histories.setdefault(kid.place, History()).add(now, now - kid.born, self.settings.restart)
         if self._coming is not None and kid.generation == self._coming.number:
             self._coming = replace(self._coming, has_failed=True)
             log.error("reload.failed", message=kid.failure and kid.failure.message, consequence="the old workers stay")
@@ -556,34 +479,24 @@ class Supervisor:
 
     def _stop(self, kid: Kid, why: str, stop_by: float, cause: Cause) -> None:
         kid.stop_by, kid.why, kid.cause = stop_by, why, cause
-        self._advance(kid, Stage.ASKED, signal.SIGTERM, page.DRAIN)
+        kid.advance(Stage.ASKED, signal.SIGTERM, page.DRAIN)
         log.info(f"{kid.place.role}.stopping", slot=kid.place.slot, pid=kid.pid, why=why)
 
     def _hurry(self, kid: Kid) -> None:
-        self._advance(kid, Stage.HURRIED, signal.SIGTERM, page.HURRY)
+        kid.advance(Stage.HURRIED, signal.SIGTERM, page.HURRY)
         log.warning(f"{kid.place.role}.hurried", slot=kid.place.slot, pid=kid.pid)
 
     def _abort(self, kid: Kid, why: str) -> None:
-        log.error(f"{kid.place.role}.hung", slot=kid.place.slot, pid=kid.pid, why=why, **_running(kid))
+        log.error(f"{kid.place.role}.hung", slot=kid.place.slot, pid=kid.pid, why=why, running=kid.running())
         kid.why, kid.cause = why, "hang"
-        self._advance(kid, Stage.ABORTED, signal.SIGABRT)
+        kid.advance(Stage.ABORTED, signal.SIGABRT)
 
     def _kill(self, kid: Kid, cause: Cause | None, guilty: UUID | None) -> None:
         kid.cause, kid.guilty = cause or kid.cause, guilty
         if guilty is not None:
             kid.why = "a task was over its time" if cause == "hard_timeout" else "a cancelled task did not stop"
         log.warning(f"{kid.place.role}.killed", slot=kid.place.slot, pid=kid.pid, cause=kid.cause, task_id=guilty)
-        self._advance(kid, Stage.KILLED, signal.SIGKILL)
-
-    def _advance(self, kid: Kid, stage: Stage, signum: signal.Signals, wish: int = page.SERVE) -> None:
-        kid.stage, kid.since = stage, time.monotonic()
-        kid.page.ask(wish)
-        self._signal(kid, signum)
-
-    def _signal(self, kid: Kid, signum: signal.Signals) -> None:
-        """It is ours until we have reaped it: its number is nobody else's."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(kid.pid, signum)
+        kid.advance(Stage.KILLED, signal.SIGKILL)
 
     # --- reload ---
 
@@ -631,10 +544,10 @@ class Supervisor:
 
     def _once_a_second(self, now: float) -> None:
         for kid in self._kids.values():
-            _measure(kid)
+            kid.measure()
         self._cancels = {task: moment for task, moment in self._cancels.items() if moment > now - 60}
         self._judge_health(now)
-        workers = [self._worker_status(kid) for kid in self._workers() if kid.view is not None and kid.view.worker_id]
+        workers = [self._kid_status(kid) for kid in self._workers() if kid.view is not None and kid.view.worker_id]
         for kid in self._keepers():
             kid.channel.send({"say": "workers", "workers": workers}, is_status=True)
         for kid in self._kids.values():
@@ -657,7 +570,11 @@ class Supervisor:
     def _log_stacks(self) -> None:
         for kid in self._kids.values():
             log.info(
-                f"{kid.place.role}.stacks", slot=kid.place.slot, pid=kid.pid, stacks=kid.stacks.take(), **_running(kid)
+                f"{kid.place.role}.stacks",
+                slot=kid.place.slot,
+                pid=kid.pid,
+                stacks=kid.stacks.take(),
+                running=kid.running(),
             )
 
     def _status(self) -> Status:
@@ -695,94 +612,28 @@ class Supervisor:
         """Every child, and every wanted place that has none."""
         kids = sorted((kid for kid in self._kids.values() if kid.place.role == role), key=lambda kid: kid.place)
         for kid in kids:
-            yield self._worker_status(kid) if role == "worker" else self._kid_status(kid)
+            yield self._kid_status(kid)
         for place in self._serving.places():
             if place.role == role and not any(kid.place == place for kid in kids):
                 restarts = self._histories.get(place, History()).restarts
                 yield {"slot": place.slot, "pid": None, "state": "waiting", "started_at": None, "restarts": restarts}
 
     def _kid_status(self, kid: Kid) -> ChildStatus:
-        states: dict[bool, ChildState] = {True: "ready", False: "starting"}
-        return {
-            "slot": kid.place.slot,
-            "pid": kid.pid,
-            "state": states[kid.is_ready] if kid.stage == Stage.SERVING else "stopping",
-            "started_at": kid.started_at.isoformat(),
-            "restarts": self._histories.get(kid.place, History()).restarts,
-        }
-
-    def _worker_status(self, kid: Kid) -> ChildStatus:
-        view = kid.view or kid.page.read()
         now = time.monotonic()
-        why = why_hung(self._limits, self._child(kid, now), now, awake_since=self._awake_since)
-        return {
-            **self._kid_status(kid),
-            "worker_id": view.worker_id or None,
-            "running": len(view.executing),
-            "claimed": view.waiting,
-            "ended": view.ended,
-            "memory_bytes": kid.memory_bytes,
-            "cpu_percent": kid.cpu_percent,
-            "is_hung": kid.stage == Stage.ABORTED or why is not None,
-        }
+        why = why_hung(self._limits, kid.seen(self._cancels, now), now, awake_since=self._awake_since)
+        is_hung = kid.stage == Stage.ABORTED or why is not None
+        return kid.status(restarts=self._histories.get(kid.place, History()).restarts, is_hung=is_hung)
 
     # --- who is there ---
 
     def _workers(self) -> list[Kid]:
-        return [kid for kid in self._kids.values() if kid.place.role == "worker"]
+        return [kid for kid in self._kids.values() if kid.is_worker]
 
     def _keepers(self) -> list[Kid]:
         return [kid for kid in self._kids.values() if kid.place.role == "keeper"]
 
     def _serves(self, place: Place) -> bool:
         return any(kid.place == place and kid.is_ready for kid in self._kids.values())
-
-
-def how_it_ended(status: int, why: str | None = None) -> str:
-    """In words, for the attempt's record: from what `waitpid` tells."""
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    if why is not None:
-        return f"killed by {name}: {why}"
-    return f"killed by {name}" + (", perhaps out of memory" if name == "SIGKILL" else "")
-
-
-def _reap(is_ours: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
-    """Those that have ended, each with its status; the group of a child of ours is killed with it."""
-    with contextlib.suppress(ChildProcessError):
-        while (dead := _next_dead(is_ours)) is not None:
-            yield dead
-
-
-def _next_dead(is_ours: Callable[[int], bool]) -> tuple[int, int] | None:
-    """Its group is killed while it is a zombie: until it is reaped, the group's number is nobody else's."""
-    if not hasattr(os, "waitid"):  # macOS has none that we could use
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if is_ours(pid):
-            kill_group(pid)
-        return (pid, status) if pid else None
-    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    if is_ours(found.si_pid):
-        kill_group(found.si_pid)
-    return os.waitpid(found.si_pid, 0)
-
-
-def _measure(kid: Kid) -> None:
-    used = kernel.usage(kid.pid)
-    if used is not None:
-        kid.memory_bytes = used.memory_bytes
-        kid.cpu_percent = round(max(used.cpu_seconds - kid.cpu_seconds, 0.0) / TELL_SECONDS * 100, 1)
-        kid.cpu_seconds = used.cpu_seconds
-
-
-def _running(kid: Kid) -> dict[str, Any]:
-    now = time.monotonic()
-    executing = kid.view.executing if kid.view is not None else ()
-    return {"running": [{"task_id": str(each.task_id), "seconds": round(now - each.started, 2)} for each in executing]}
 
 
 def _known_code(code: Any) -> ExitCode:
