@@ -54,6 +54,10 @@ def close() -> None:
         previous.client.close()
 
 
+def is_initialised() -> bool:
+    return _application is not None
+
+
 def default_client() -> Client:
     return _initialised().client
 

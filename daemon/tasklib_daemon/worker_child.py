@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from tasklib import application
 from tasklib.worker.worker import TaskWorker
 from tasklib_daemon import logs, page
 from tasklib_daemon.bell import Ear
@@ -28,8 +29,13 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
     """Until it is told to stop, and drained. A signal that comes before it has anything to drain just ends it."""
     settings.import_app()
     logs.revive()
+    config = settings.config()
+    if (
+        not application.is_initialised()
+    ):  # what tasks submit goes to the daemon's own database, unless the app says which
+        application.init(config)
     worker = TaskWorker(
-        settings.config(), settings.concurrency, settings.poll_interval_seconds, settings.queues,
+        config, settings.concurrency, settings.poll_interval_seconds, settings.queues,
         buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, duties=False,
         handle_signals=False, witness=own_page.witness(),
     )  # fmt: skip

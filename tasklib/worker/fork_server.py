@@ -107,7 +107,7 @@ def _prepare(hello: Word) -> Word:
         importlib.import_module("django").setup()
     for place in hello["places"]:
         _import(place)
-    if hello["is_initialised"] and application._application is None:  # noqa: SLF001 - as in the worker
+    if hello["is_initialised"] and not application.is_initialised():
         application.init(Config(**hello["config"]))
     for name in hello["names"]:
         if name not in default_registry:

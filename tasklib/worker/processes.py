@@ -563,7 +563,7 @@ def _hello(config: Config, functions: Sequence[TaskFunction[..., Any]]) -> Word:
         "places": list(dict.fromkeys(places)),
         "names": [each.name for each in functions],
         "config": asdict(config),
-        "is_initialised": application._application is not None,  # noqa: SLF001 - the same default client in the child
+        "is_initialised": application.is_initialised(),  # then the child has the same default client
         "is_django": apps is not None and apps.apps.ready and "DJANGO_SETTINGS_MODULE" in os.environ,
     }
 

@@ -52,8 +52,12 @@ def assert_given_back(client: tasklib.Client, *ids: UUID) -> None:
 def test_term_drains_everywhere(client: tasklib.Client, database_url: str) -> None:
     """Stop claiming, finish what executes, give back the rest, exit 0. As a service manager does it that signals every
     process of the daemon: a worker that is told twice does not hurry, and a keeper that left too early comes back.
+    Before that: a task submits another, though nobody has called init.
     """
     with daemon(database_url, workers=2, concurrency=1, buffer_size=2) as made:
+        parent = wait_final(client, client.submit_task("submit_another", text="a child"))
+        assert parent.result is not None, "what a task submits goes to the daemon's own database"
+        assert wait_final(client, UUID(parent.result["value"])).parent_id == parent.id
         running = [client.submit_task("nap", seconds=1.0) for _ in range(2)]
         wait_running(client, *running)
         waiting = [client.submit_task("nap", seconds=NEVER_ENDS) for _ in range(2)]

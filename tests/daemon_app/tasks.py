@@ -36,6 +36,12 @@ def echo(text: str) -> str:
 
 
 @tasklib.task
+def submit_another(text: str) -> str:
+    """By the default client, which nobody has initialised here."""
+    return str(echo.submit_sync(text))
+
+
+@tasklib.task
 def pid() -> int:
     return os.getpid()
 
