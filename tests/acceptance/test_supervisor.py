@@ -9,6 +9,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -20,8 +21,6 @@ from tests.waiting import wait_until
 from tests.working import get, wait_final
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from tests.daemons import Daemon
     from tests.raw_sql import Conn, NewDatabase
 

@@ -305,8 +305,8 @@ def test_a_death_that_was_seen_is_recovered_by_keys(conn: Conn, plan_mode: str, 
         assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
         assert plan.pages_of("tasks") <= 5_000, plan  # it holds five hundred
         assert plan.pages_of("claims") <= 50, plan
-    for statement in (statements.declare_dead(DEAD_WORKER), statements.renew_for([WORKER])):
-        assert explain(conn, plan_mode, statement).pages <= 20
+    for change in (statements.declare_dead(DEAD_WORKER), statements.renew_for([WORKER])):
+        assert explain(conn, plan_mode, change).pages <= 20
 
 
 @pytest.mark.usefixtures("known")
