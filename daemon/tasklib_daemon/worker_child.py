@@ -30,9 +30,7 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
     settings.import_app()
     logs.revive()
     config = settings.config()
-    if (
-        not application.is_initialised()
-    ):  # what tasks submit goes to the daemon's own database, unless the app says which
+    if not application.is_initialised():  # the app need not say which database its tasks submit to
         application.init(config)
     worker = TaskWorker(
         config, settings.concurrency, settings.poll_interval_seconds, settings.queues,
