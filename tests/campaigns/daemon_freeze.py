@@ -65,8 +65,7 @@ class Freezer:
         self._options = options
         self.rejoined_seconds: list[float] = []
         self._taken_over: dict[UUID, Any] = {}  # rows of tasks that others had finished before the thaw
-        for name in NAMES:
-            scene.start(name, workers=WORKERS, lease_seconds=options.lease_seconds)
+        scene.start_all(NAMES, workers=WORKERS, lease_seconds=options.lease_seconds)
 
     def run(self) -> None:
         for number in range(1, self._options.freezes + 1):
@@ -75,7 +74,7 @@ class Freezer:
 
     def _freeze(self, daemon: Daemon, number: int) -> None:
         scene = self._scene
-        workers = scene.bait(daemon)
+        workers = scene.bait(daemon, daemon_tasks.draw_long)
         frozen = stop_all(daemon.pid)
         at = time.time()
         held = scene.held_by(*workers)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tasklib
@@ -36,7 +37,6 @@ from tests.invariants import violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
     from uuid import UUID
 
     from tests.campaigns.soak import Run
@@ -102,15 +102,21 @@ class Scene:
 
     # --- daemons ---
 
-    def start(self, name: str, **settings: Any) -> Daemon:
+    def start(self, name: str, *, waits: bool = True, **settings: Any) -> Daemon:
         environment = {
             daemon_tasks.JOURNAL: str(self.scratch / "runs"), daemon_tasks.COMPANY: str(self.scratch / "company"),
         }  # fmt: skip
         given: dict[str, Any] = {"app": ["tests.campaigns.daemon_tasks"], "name": name, "concurrency": 4} | settings
         stack = contextlib.ExitStack()
-        self.daemons[name] = stack.enter_context(daemon(self.dsn, environment=environment, **given))
+        self.daemons[name] = stack.enter_context(daemon(self.dsn, environment=environment, waits=waits, **given))
         self._ends[name] = stack
         return self.daemons[name]
+
+    def start_all(self, names: Sequence[str], **settings: Any) -> None:
+        for name in names:
+            self.start(name, waits=False, **settings)
+        for name in names:
+            self.daemons[name].wait_for("daemon.ready")
 
     def stop(self, name: str) -> None:
         """As an operator would; it must leave in good order."""
@@ -132,9 +138,17 @@ class Scene:
             file.write(made.output())
         self._ends.pop(name).close()
 
+    def company(self) -> list[int]:
+        """Whom tasks have started, and who lives. A number may be another's by now: the environment tells."""
+        mark = f"{daemon_tasks.COMPANY}={self.scratch / 'company'}".encode()
+        started = map(int, (self.scratch / "company").read_text("ascii").split())
+        return [pid for pid in started if is_alive(pid) and mark in environment_of(pid)]
+
     def _end_all(self) -> None:
         for stack in self._ends.values():
             stack.close()
+        for pid in self.company():
+            kill(pid)
 
     # --- the load ---
 
@@ -169,12 +183,12 @@ class Scene:
     def held_by(self, *pids: int) -> frozenset[UUID]:
         return frozenset(task_id for pid in pids for task_id in held_by(self.conn, pid))
 
-    def bait(self, made: Daemon) -> frozenset[int]:
+    def bait(self, made: Daemon, draw: Callable[[random.Random, float], tasklib.NewTask]) -> frozenset[int]:
         """Its workers, one of which has just begun something long: a hit between two tasks would try nothing."""
         ends = time.monotonic() + BAIT_SECONDS * 10
         while time.monotonic() < ends:
             workers = frozenset(int(each["pid"]) for each in made.status()["workers"] if each["pid"])
-            if self._begins(daemon_tasks.draw_long(self.dice, BAIT_SECONDS)) in workers:
+            if self._begins(draw(self.dice, BAIT_SECONDS)) in workers:
                 return workers
         raise TimeoutError(f"{made.settings_file} executes nothing:\n{made.tail()}")
 
@@ -282,6 +296,12 @@ def wait_until_gone(pids: Sequence[int], seconds: float) -> tuple[float, list[in
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < began + seconds:
         time.sleep(0.002)
     return time.monotonic() - began, left
+
+
+def environment_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 def kill(pid: int) -> None:

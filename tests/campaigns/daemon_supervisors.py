@@ -30,11 +30,11 @@ from tests.campaigns.daemon_scene import (
     wait_until_gone,
 )
 from tests.campaigns.soak import say, scratch_directory
-from tests.daemons import is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import tasklib
     from tests.campaigns.soak import Run
 
 NAMES = ("one", "other")
@@ -57,8 +57,7 @@ class Killer:
         self._settings: dict[str, Any] = {"workers": 2, "lease_seconds": options.lease_seconds}
         self.gone_seconds: list[float] = []
         self.families: list[int] = []
-        for name in NAMES:
-            scene.start(name, **self._settings)
+        scene.start_all(NAMES, **self._settings)
 
     def run(self) -> None:
         for number in range(1, self._options.kills + 1):
@@ -68,14 +67,14 @@ class Killer:
     def _kill(self, name: str, number: int) -> None:
         """Every other time it is started again at once, and otherwise when the other daemon has taken over."""
         scene, daemon = self._scene, self._scene.daemons[name]
-        workers = scene.bait(daemon)
+        workers = scene.bait(daemon, in_company if number % 2 else daemon_tasks.draw_long)
         family = [*measures.family(daemon.pid)]
+        company = {*scene.company()}.intersection(family)
         at = time.time()
         kill(daemon.pid)
         seconds, left = wait_until_gone(family, GONE_SECONDS + 5)
         held = scene.held_by(*workers)
         scene.hits.append(Hit(workers, at, time.time(), held))
-        company = [pid for pid in family if pid in self._company()]
         self._note(family, seconds, left)
         say(
             f"kill {number}/{self._options.kills}: {len(family)} processes, {len(company)} of them started by tasks, "
@@ -96,9 +95,6 @@ class Killer:
             who = {pid: measures.name_of(pid) for pid in left}
             self._scene.problems.append(f"survivors of a supervisor, after {seconds:.1f} s: {who or 'all gone late'}")
 
-    def _company(self) -> set[int]:
-        return {int(line) for line in (self._scene.scratch / "company").read_text("ascii").split()}
-
     def _wait_for_recovery(self, hit: Hit) -> None:
         """How long it took is judged in the end; here it is only waited for."""
         hit_tasks = [run.task_id for run in self._scene.runs() if is_hit_by(run, hit)]
@@ -106,10 +102,9 @@ class Killer:
         limit = self._options.recovery_seconds + 10
         self._scene.expect(lambda: self._scene.count(idle, hit_tasks) == 0, limit, "what was executing to be done")
 
-    def leave_nobody(self) -> None:
-        left = [pid for pid in self._company() if is_alive(pid) and measures.name_of(pid) == "sleep"]
-        if left:
-            self._scene.problems.append(f"processes that tasks had started are left: {left}")
+
+def in_company(_dice: random.Random, seconds: float) -> tasklib.NewTask:
+    return daemon_tasks.work_in_company.new(seconds)
 
 
 def judge(scene: Scene, runs: Sequence[Run], options: Options, killer: Killer) -> None:
@@ -135,7 +130,8 @@ def campaign(options: Options, scratch: Path) -> int:
         scene.drain(60)
         for name in NAMES:
             scene.stop(name)
-        killer.leave_nobody()
+        if left := scene.company():
+            scene.problems.append(f"processes that tasks had started are left: {left}")
         runs = scene.judge()
         judge(scene, runs, options, killer)
         return conclude(scene, options.seed)
