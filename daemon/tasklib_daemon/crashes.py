@@ -122,6 +122,8 @@ class Verdict:
 
     def of(self, task: HeldTask, now: datetime, since_death_seconds: float) -> Decided:
         seconds = self._executing.get((task.id, task.fencing_token))
+        if seconds is None and self._is_last_suspect(task):
+            seconds = 0.0
         if seconds is None:
             return self._of_idle(task, now)
         # It was executing, whether or not there was time to mark it.
@@ -136,6 +138,13 @@ class Verdict:
         if self._is_somebody_guilty() and settlement.state == State.PENDING:
             settlement = settlement._replace(suspect=True)
         return Decided(begun, settlement, None)
+
+    def _is_last_suspect(self, task: HeldTask) -> bool:
+        """It had just ended, and there was nobody else whom the death could be blamed on: one that takes its worker along
+        a moment after it has returned would run again for ever.
+        """
+        is_done = (task.id, task.fencing_token) in self._done
+        return self._report.cause == "crash" and is_done and len(self._done) == 1 and not self._executing
 
     def _of_idle(self, task: HeldTask, now: datetime) -> Decided:
         """Given back. One that must not run twice does not if it may have run: it is marked before its first line."""

@@ -94,6 +94,18 @@ def test_what_had_ended_runs_again_and_nobody_is_charged() -> None:
     assert settled(given, held(3, on_crash="fail", state="running"))[:2] == ("failed", "INTERRUPTED")
 
 
+def test_what_had_ended_is_a_suspect_if_nobody_else_was_there() -> None:
+    """One that takes its worker along just after it has returned would run again for ever. Of two, nobody is."""
+    alone = report(executing=0, done=(Done(IDS[3], 7),))
+    assert settled(alone, held(3)) == ("pending", "WORKER_FAILURE", True, False, True)
+    assert settled(alone, held(3, suspect=True, strikes=2, state="running"))[0] == "buried"
+    assert settled(alone, held(4)) == ("pending", None, False, False, False)
+    both = report(executing=0, done=(Done(IDS[3], 7), Done(IDS[4], 7)))
+    assert settled(both, held(3)) == ("pending", "INTERRUPTED", False, False, False)
+    stopped = report("shutdown", executing=0, done=(Done(IDS[3], 7),))
+    assert settled(stopped, held(3)) == ("pending", "INTERRUPTED", False, False, False)
+
+
 def test_what_must_not_run_twice_fails_once_it_may_have_begun() -> None:
     """It is marked before its first line: if it is not, it had not begun."""
     assert settled(report(), held(on_crash="fail", state="running"))[:2] == ("failed", "WORKER_FAILURE")
