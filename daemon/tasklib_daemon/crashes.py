@@ -140,8 +140,8 @@ class Verdict:
         return Decided(begun, settlement, None)
 
     def _is_last_suspect(self, task: HeldTask) -> bool:
-        """It had just ended, and nobody else was there to be blamed: one that takes its worker along a moment after it has
-        returned would run again for ever.
+        """It had just ended, and nobody else was there to be blamed: one that takes its worker along a moment after it
+        has returned would run again for ever.
         """
         is_done = (task.id, task.fencing_token) in self._done
         return self._report.cause == "crash" and is_done and len(self._done) == 1 and not self._executing

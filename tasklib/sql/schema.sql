@@ -27,6 +27,13 @@
 -- table claims column worker_id text not null default null
 -- table claims constraint claims_pkey PRIMARY KEY (worker_id, id)
 -- table claims index CREATE UNIQUE INDEX claims_pkey ON tasklib.claims USING btree (worker_id, id)
+-- table elections column holder text not null default null
+-- table elections column name text not null default null
+-- table elections column term bigint not null default null
+-- table elections column until timestamp with time zone not null default null
+-- table elections constraint elections_pkey PRIMARY KEY (name)
+-- table elections constraint elections_term_counted CHECK ((term > 0))
+-- table elections index CREATE UNIQUE INDEX elections_pkey ON tasklib.elections USING btree (name)
 -- table schema_migrations column applied_at timestamp with time zone not null default clock_timestamp()
 -- table schema_migrations column applied_by text not null default SESSION_USER
 -- table schema_migrations column checksum text not null default null
@@ -122,6 +129,28 @@
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
 -- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
 -- table tasks trigger CREATE TRIGGER tell_done AFTER UPDATE OF completed_at ON tasklib.tasks FOR EACH ROW WHEN (((old.completed_at IS NULL) AND (new.completed_at IS NOT NULL))) EXECUTE FUNCTION tasklib.tell_done()
+-- table worker_states column cluster_wide_cap integer default null
+-- table worker_states column cpu_percent double precision default null
+-- table worker_states column hostname text not null default null
+-- table worker_states column id bigint not null default null
+-- table worker_states column max_claim_batch integer default null
+-- table worker_states column max_claim_per_worker integer default null
+-- table worker_states column memory_percent double precision default null
+-- table worker_states column memory_usage_mb double precision default null
+-- table worker_states column pid integer not null default null
+-- table worker_states column processes integer not null default null
+-- table worker_states column queue_max_concurrency jsonb default null
+-- table worker_states column queue_priorities jsonb default null
+-- table worker_states column queues text[] default null
+-- table worker_states column recovery_config jsonb not null default null
+-- table worker_states column snapshot_at timestamp with time zone not null default clock_timestamp()
+-- table worker_states column tasks_claimed integer not null default null
+-- table worker_states column tasks_running integer not null default null
+-- table worker_states column worker_id text not null default null
+-- table worker_states column worker_started_at timestamp with time zone default null
+-- table worker_states constraint worker_states_pkey PRIMARY KEY (id)
+-- table worker_states index CREATE INDEX worker_states_time ON tasklib.worker_states USING btree (snapshot_at)
+-- table worker_states index CREATE UNIQUE INDEX worker_states_pkey ON tasklib.worker_states USING btree (id)
 -- table workers column concurrency integer not null default null
 -- table workers column died_at timestamp with time zone default null
 -- table workers column hostname text not null default null

@@ -5,7 +5,9 @@
 -- name: empty
 with
     tasks as (delete from tasklib.tasks),
-    claims as (delete from tasklib.claims)
+    claims as (delete from tasklib.claims),
+    elections as (delete from tasklib.elections),
+    states as (delete from tasklib.worker_states)
 delete from tasklib.workers;
 
 

@@ -217,7 +217,7 @@ def test_pre_leaves_what_takes_away(new_database: NewDatabase, monkeypatch: pyte
     known = [*migrate.known_migrations(), tidy]
     monkeypatch.setattr(migrate, "known_migrations", lambda: known)
     config = tasklib.Config(new_database())
-    everything = "0001_tasks (pre), 0002_workers (pre), 0003_room (pre), functions"
+    everything = "0001_tasks (pre), 0002_workers (pre), 0003_room (pre), 0004_daemon (pre), functions"
     assert str(migrate.migrate(config, phase="pre")) == everything
     assert str(migrate.migrate(config)) == "0099_tidy (post)"
     assert str(migrate.migrate(config)) == "nothing"
@@ -236,7 +236,7 @@ def test_the_module_needs_no_extra(new_database: NewDatabase, words: list[str]) 
     assert run("--check").returncode == 1
     made = run()
     assert (made.returncode, made.stderr) == (0, "")
-    assert "applied: 0001_tasks (pre), 0002_workers (pre), 0003_room (pre), functions" in made.stdout
+    assert "applied: 0001_tasks (pre), 0002_workers (pre), 0003_room (pre), 0004_daemon (pre), functions" in made.stdout
     assert run("--check").returncode == 0
     assert "create table" not in run("--sql").stdout
 

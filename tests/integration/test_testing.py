@@ -508,7 +508,8 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
     add.submit_sync(1)
     tasklib_queue.run_until_empty()
     tables = [name for (name,) in row.execute("select tablename from pg_tables where schemaname = 'tasklib'")]
-    assert sorted(tables) == ["claims", "schema_migrations", "task_attempts", "tasks", "workers"]
+    known = ["claims", "elections", "schema_migrations", "task_attempts", "tasks", "worker_states", "workers"]
+    assert sorted(tables) == known
     row.execute("insert into tasklib.tasks (name, state, worker_id, locked_until) values ('a', 'running', 'w', now())")
     row.execute(
         "insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency,"

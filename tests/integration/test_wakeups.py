@@ -8,7 +8,9 @@ import psycopg
 import pytest
 
 import tasklib
+from tasklib import TaskWorker
 from tests.raw_sql import Conn, literal
+from tests.working import get
 
 
 def heard(listener: Conn) -> Counter[tuple[str, str]]:
@@ -63,4 +65,22 @@ def test_rolled_back_is_not_heard(listener: Conn, database_url: str) -> None:
 def test_only_what_is_due_soon_rings(listener: Conn, client: tasklib.Client, delay: float, rings: int) -> None:
     """Nobody is woken for a task of tomorrow; one that is due before the next poll must be heard of."""
     client.submit_task("a", delay_seconds=delay)
+    assert heard(listener)["task_new", ""] == rings
+
+
+@pytest.mark.parametrize(("delay", "rings"), [(0, 1), (30, 1), (3600, 0)])
+def test_a_retry_rings(
+    listener: Conn, client: tasklib.Client, config: tasklib.Config, delay: float, rings: int
+) -> None:
+    """For the other workers: whoever has failed at it may be busy when it is due."""
+
+    @tasklib.task(max_retries=1, backoff=tasklib.Fixed(delay))
+    def flaky() -> None:
+        if tasklib.current_task().retry_count == 0:
+            raise OSError("again")
+
+    task = client.submit_task(flaky)
+    assert heard(listener)["task_new", ""] == 1
+    TaskWorker(config).run_until_empty_sync()
+    assert get(client, task).retry_count == 1
     assert heard(listener)["task_new", ""] == rings
