@@ -149,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seconds-per-kill", type=float, default=2.0, help="on average")
-    parser.add_argument("--rate", type=float, default=5.0, help="tasks submitted a second")
+    parser.add_argument("--rate", type=float, default=4.0, help="tasks submitted a second")
     parser.add_argument("--recovery-seconds", type=float, default=1.0, help="from kill to the next start, p99")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--directory", help="keep the database and the journals there")

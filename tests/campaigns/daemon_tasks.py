@@ -78,7 +78,7 @@ def _forked_off() -> int:
 
 def draw(dice: random.Random) -> tasklib.NewTask:
     """One of the mix: most are short, and many are long enough to be hit."""
-    low, high = dice.choices([(0.0, 0.05), (0.05, 0.3), (0.3, 1.0)], [40, 48, 12])[0]
+    low, high = dice.choices([(0.0, 0.05), (0.05, 0.3), (0.3, 0.8)], [40, 50, 10])[0]
     function = dice.choices([work, work_async, write, work_apart, work_apart_async], [40, 40, 10, 5, 5])[0]
     return function.new(dice.uniform(low, high))
 
