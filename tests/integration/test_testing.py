@@ -515,6 +515,11 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
         "insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency,"
         " lease_until) values ('w', 'w', 'h', 1, 'p', '{}', 1, now())"
     )
+    row.execute("insert into tasklib.elections (name, holder, term, until) values ('duties', 'w', 1, now())")
+    row.execute(
+        "insert into tasklib.worker_states (worker_id, hostname, pid, processes, tasks_running, tasks_claimed,"
+        " recovery_config) values ('w', 'h', 1, 1, 0, 0, '{}')"
+    )
 
     def filled() -> set[str]:
         counted = [(name, row.execute(literal(f"select count(*) from tasklib.{name}")).fetchone()) for name in tables]
