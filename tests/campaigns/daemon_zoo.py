@@ -17,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import tasklib
 from tasklib import migrate
@@ -43,6 +43,7 @@ FETCH_SECONDS = 0.3
 ON_TIME_SECONDS = 1.0
 ON_TIME_SHARE = 0.9
 TIMEOUT_SECONDS = 0.5
+HOG_SECONDS = 2.0  # it takes a while to be greedy
 ANIMAL_SECONDS = 30.0  # until it must be over
 TIMED_OUT, BURIED, OVER = ("failed", "TIMEOUT"), ("buried", None), (None, None)
 # How each must end: its state, and its error code.
@@ -57,7 +58,7 @@ ANIMALS: dict[tasklib.TaskFunction[[], Any], tuple[str | None, str | None]] = {
     tasks.backtrack: TIMED_OUT,
     tasks.segfault_apart: BURIED,
     tasks.ignore_signals: TIMED_OUT,
-    tasks.hog_apart: ("failed", None),  # MEMORY_LIMIT, or its time on a slow machine
+    tasks.hog_apart: ("failed", "MEMORY_LIMIT"),
     tasks.exit_async: BURIED,
     tasks.fork_bomb_apart: TIMED_OUT,
     tasks.hold_gil_apart: TIMED_OUT,
@@ -178,7 +179,8 @@ class Zoo:
         time.sleep(self._options.seconds_per_animal * self._dice.uniform(0.5, 1.5))
 
     def _submit(self, animal: tasklib.TaskFunction[[], Any]) -> tasklib.TaskId:
-        return self._client.submit(animal.options(timeout_seconds=TIMEOUT_SECONDS, max_retries=1).new())
+        seconds = HOG_SECONDS if animal in (tasks.hog, tasks.hog_apart) else TIMEOUT_SECONDS
+        return self._client.submit(animal.options(timeout_seconds=seconds, max_retries=1).new())
 
     def _drain(self) -> None:
         began = time.monotonic()
@@ -307,7 +309,7 @@ class Zoo:
         row = self._row("select completed_at is not null from tasklib.tasks where id = %s", task)
         return row == (True,)
 
-    def _row(self, query: str, *parameters: Any) -> tuple[Any, ...] | None:
+    def _row(self, query: LiteralString, *parameters: Any) -> tuple[Any, ...] | None:
         return self._conn.execute(query, parameters).fetchone()
 
     def _expect(self, is_so: Callable[[], bool], seconds: float, what: str) -> None:

@@ -120,9 +120,10 @@ def ignore_signals() -> None:
 
 @tasklib.task
 def hog() -> None:
-    """More than its worker may have; and keeps it."""
+    """More than its worker may have. It can be stopped; what it has taken stays taken."""
     _hoard()
-    time.sleep(FOR_EVER)
+    while True:
+        time.sleep(0.01)
 
 
 @tasklib.task(isolation="process", memory_limit_mb=HOG_LIMIT_MB)
