@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
+IN_PARALLEL: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
 DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle")
 CODE = ["tasklib", "tasklib_pytest.py", "daemon", "tests", "bench", "examples", "dev.py"]
@@ -126,7 +127,7 @@ def test(options: list[str]) -> int:
         return failed
     with tempfile.TemporaryFile("w+") as said:
         other = subprocess.Popen([sys.executable, __file__, "beside"], stdout=said, stderr=subprocess.STDOUT)
-        failed = test_on_18()
+        failed = test_on_18() or test_on_15()
         failed = other.wait() or failed
         said.seek(0)
         print(said.read(), flush=True)
@@ -135,7 +136,7 @@ def test(options: list[str]) -> int:
 
 
 def test_on_18() -> int:
-    suite: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "--ignore=tests/acceptance"]
+    suite: list[str | Path] = [*IN_PARALLEL, "--durations=10", "--ignore=tests/acceptance"]
     return run_all(("suite on PostgreSQL 18", suite))
 
 
@@ -150,10 +151,10 @@ def coverage(options: list[str]) -> int:
 
 
 def beside(_options: list[str]) -> int:
-    """What runs at the same time as the rest of the suite on 18: much of either is waiting."""
+    """What runs at the same time as the rest of the suite: much of either is waiting."""
     acceptance: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "tests/acceptance"]
-    failed = run_all(("acceptance on PostgreSQL 18", acceptance))
-    return failed or test_on_15() or run_all(("mutants", [PYTHON, "tests/mutants.py", "--quick"]))
+    mutants: list[str | Path] = [PYTHON, "tests/mutants.py", "--quick"]
+    return run_all(("acceptance on PostgreSQL 18", acceptance), ("mutants", mutants))
 
 
 def test_on_15() -> int:
@@ -164,9 +165,10 @@ def test_on_15() -> int:
     # The launcher's own tests try both versions already; frameworks, and users' functions, are no matter of versions.
     elsewhere = (
         "test_embedded.py", "test_pooler.py", "test_borrowed_*.py", "test_django*.py", "test_fastapi.py",
-        "test_testing.py", "test_hostile_code.py", "test_cli.py", "test_exactly_once_races.py",
+        "test_testing.py", "test_hostile_code.py", "test_cli.py", "test_exactly_once_races.py", "test_isolation.py",
+        "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
     )  # fmt: skip
-    suite: list[str | Path] = [PYTHON, "-m", "pytest", "tests/integration"]
+    suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]
     suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]
     return run_all(("suite on PostgreSQL 15", suite), environment=environment)
 

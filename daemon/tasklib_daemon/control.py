@@ -95,11 +95,13 @@ class ControlServer:
             self._selector.register(self._socket, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """In a child that inherited it, only the descriptors are closed."""
+        """In a child that inherited it, only the descriptors are closed; the selector first, which it shares with its
+        parent: nothing must be taken out of that.
+        """
+        self._selector.close()
         for each in self._connections:
             each.close()
         self._connections = []
-        self._selector.close()
         self._socket.close()
         if os.getpid() == self._owner and _identity(self._path) == self._identity:  # not that of who came after us
             self._path.unlink(missing_ok=True)

@@ -309,9 +309,6 @@ class Supervisor:
             log.info("daemon.ready", seconds=round((datetime.now(UTC) - self._started_at).total_seconds(), 2))
 
     def _hear_state(self, message: Message) -> None:
-        unserved = message.get("unserved") or []
-        if unserved and unserved != self._keeper_says.get("unserved"):
-            log.warning("tasks.unserved", names=unserved, consequence="they wait until a worker knows these names")
         self._keeper_says = message
 
     def _hear_operators(self) -> None:
@@ -392,7 +389,8 @@ class Supervisor:
 
     def _count_failure(self, kid: Kid) -> None:
         now = time.monotonic()
-        self._histories.setdefault(kid.place, History()).add(now, now - kid.born, self.settings.restart)
+        lived = now - kid.born if kid.is_ready else 0.0  # a long import is no life
+        self._histories.setdefault(kid.place, History()).add(now, lived, self.settings.restart)
         if self._coming is not None and kid.generation == self._coming.number:
             self._coming = replace(self._coming, has_failed=True)
             log.error("reload.failed", message=kid.failure and kid.failure.message, consequence="the old workers stay")

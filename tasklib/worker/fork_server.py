@@ -83,7 +83,10 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, every page that parent and child share
-    control.sendall(to_json(answer) + b"\n")
+    try:
+        control.sendall(to_json(answer) + b"\n")
+    except OSError:
+        return  # the worker has died meanwhile
     Server(control, parent, Config(**hello["config"])).run()
 
 

@@ -399,7 +399,9 @@ class ForkServer:
         self._process.kill()
 
     def stop(self) -> None:
-        """It ends when nobody holds the other end of its socket."""
+        """It ends when its socket is shut: a copy of our end, in what a task has started, does not keep it."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(SEND_SECONDS * 5)

@@ -420,6 +420,7 @@ def test_a_lost_commit_is_found_out(database_url: str, conn: Conn, tmp_path: Pat
     assert proxy.cuts == 1
     assert task.state == "completed"
     assert task.attempt == (2 if when == "before" else 1)
+    assert task.retry_count == 0, "it was not the task's fault"
     assert count(conn) == 1
 
 

@@ -379,11 +379,13 @@ def test_a_child_process_waits_by_itself(add: Any, config: tasklib.Config) -> No
     """After a fork: the parent's thread and connection stay the parent's."""
     with running(config):
         assert add.submit_handle_sync(1, 1).result_sync(20) == 2
-        handle = add.submit_handle_sync(2, 2)
+        handle = add.options(delay_seconds=1).submit_handle_sync(2, 2)  # so that there is something to wait for
         pid = os.fork()
         if pid == 0:
+            began = time.monotonic()
             try:
-                os._exit(handle.result_sync(20))
+                result = handle.result_sync(40)
+                os._exit(result if time.monotonic() < began + 20 else 98)  # not by the last look at the end
             finally:
                 os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
