@@ -232,7 +232,8 @@ with given as (
            crash_count = task.crash_count + coalesce(given.is_crash, false)::integer,
            strikes = task.strikes + coalesce(given.is_strike, false)::integer,
            attempt = task.attempt + (given.began and task.state = 'claimed')::integer,
-           suspect = coalesce(given.suspect, given.state = 'pending' and not given.began and task.suspect),
+           suspect = task.cancel_asked_at is null
+               and coalesce(given.suspect, given.state = 'pending' and not given.began and task.suspect),
            progress = coalesce(given.progress, task.progress),
            cancel_asked_at = null, worker_id = null, claimed_at = null, locked_until = null
       from given

@@ -681,6 +681,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     @rule()
     def reap(self) -> None:
+        self.stage.reaper._forget_at = 0.0  # it forgets the dead once a minute
         self.stage.reaper.run_once()
         now = self.now()
         for worker in self.workers.values():
