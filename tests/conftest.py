@@ -87,7 +87,8 @@ def migrated_url(new_database: NewDatabase) -> str:
 def database_url(migrated_url: str) -> str:
     """A migrated database with no tasks in it."""
     with psycopg.connect(migrated_url, autocommit=True) as conn:
-        conn.execute("delete from tasklib.tasks; delete from tasklib.claims; delete from tasklib.workers")
+        for table in ("tasks", "claims", "workers", "elections", "worker_states"):
+            conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
     return migrated_url
 
 
