@@ -178,7 +178,7 @@ def pooler(options: list[str]) -> int:
     suite = ["tests/integration", "tests/acceptance", "--ignore=tests/integration/test_embedded.py"]
     suite += ["--ignore=tests/acceptance/test_packaging.py", "--ignore=tests/acceptance/test_soak.py"]
     environment = os.environ | {"TASKLIB_TEST_POOLER": "1"}
-    return run_all(("suite through PgBouncer", [PYTHON, "-m", "pytest", *(options or suite)]), environment=environment)
+    return run_all(("suite through PgBouncer", [*IN_PARALLEL, *(options or suite)]), environment=environment)
 
 
 def run_all(*steps: tuple[str, list[str | Path]], environment: dict[str, str] | None = None) -> int:
