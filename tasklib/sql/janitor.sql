@@ -6,7 +6,7 @@
 -- be written by every finish of every task, for this alone. Buried tasks stay for a person to look at, and the steps of
 -- a workflow until it goes as a whole.
 -- A row that somebody holds is left for the next time. Whether it is old is asked where it is locked, which looks again
--- at what was changed meanwhile: a person may just have retried it.
+-- at what was changed meanwhile: a person may just have retried it. By ctid, so that each is looked up once.
 -- Answers the last key of the page (null: there is no more), and how many went.
 -- name: prune
 with page as materialized (
@@ -15,8 +15,8 @@ with page as materialized (
      order by id limit (select $5::integer)
 ), gone as (
     delete from tasklib.tasks
-     where id = any(array(
-         select id from tasklib.tasks
+     where ctid = any(array(
+         select ctid from tasklib.tasks
           where id = any(array(select id from page)) and workflow_id is null
             and completed_at < clock_timestamp() - interval '1 second'
                 * case when state in ('completed', 'cancelled', 'expired') then $3::double precision

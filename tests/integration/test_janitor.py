@@ -224,8 +224,9 @@ def test_a_page_is_read_by_the_key(filled: str, plan_mode: str, is_analyzed: boo
             plan_mode,
             statements.prune_tasks(after, before, completed_seconds=30 * DAY_SECONDS, failed_seconds=None, limit=100),
         )
-        assert tasks.ways_to("tasks") == {"tasks_pkey"}, tasks
-        assert tasks.pages_of("tasks") <= 600, tasks
+        assert tasks.ways_to("tasks") == {"tasks_pkey", "ctid"}, tasks
+        # Of 80,000 rows; before version 17 each key is looked up from the root of the index.
+        assert tasks.pages_of("tasks") <= 100 * (6 if conn.info.server_version >= 170000 else 9), tasks
         states = explain(conn, plan_mode, statements.prune_states(7 * DAY_SECONDS, 100))
         assert states.ways_to("worker_states") <= {"worker_states_time", "worker_states_pkey"}, states
         assert states.pages_of("worker_states") <= 100, states
