@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tasklib.current import CurrentTask
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
+    from tasklib.worker.runners import NewLoop
     from tasklib.worker.witness import Witness
 
 ABANDON_AFTER_SECONDS = 5.0  # for what ignores being told to stop
@@ -60,6 +62,7 @@ class Options:
     grace_seconds: float
     listen: bool
     duties: bool = True  # False: somebody else reaps and expires
+    new_loop: NewLoop = asyncio.new_event_loop
 
 
 class Crew:
@@ -102,7 +105,8 @@ class Crew:
         )
         runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
         self.processes = Processes(config, self._clock, self._note_progress, stop_asked, witness)
-        self.threads, self.coroutines = ThreadRunner(*runs, processes=self.processes), CoroutineRunner(*runs)
+        self.threads = ThreadRunner(*runs, processes=self.processes)
+        self.coroutines = CoroutineRunner(*runs, new_loop=options.new_loop)
         listener = Listener(self._sessions["listen"], menu.queues, self.ring, self.hear_cancel)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         duties = (

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 Begin: TypeAlias = "Callable[[Execution], bool]"
 Report: TypeAlias = "Callable[[Execution, Outcome], None]"
 Describe: TypeAlias = "Callable[[Execution], CurrentTask]"
+NewLoop: TypeAlias = "Callable[[], asyncio.AbstractEventLoop]"
 
 
 def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
@@ -235,10 +236,17 @@ class CoroutineRunner(Runner):
     """An event loop in a thread of its own. It takes from the buffer by itself, as slots get free."""
 
     def __init__(
-        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+        self,
+        buffer: Buffer,
+        begin: Begin,
+        report: Report,
+        describe: Describe,
+        transactions: Transactions,
+        *,
+        new_loop: NewLoop,
     ) -> None:
         super().__init__(buffer, begin, report, describe, transactions)
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
         self._is_filling = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import os
 import signal
 import threading
@@ -23,6 +24,8 @@ from tasklib.worker.witness import Witness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from uuid import UUID
+
+    from tasklib.worker.runners import NewLoop
 
 LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
 
@@ -71,7 +74,7 @@ class TaskWorker:
     async def run(self) -> None:
         """Until `stop()`, cancellation, or, in a process that nobody else looks after, SIGINT or SIGTERM."""
         with self._signals():
-            await self._in_thread(self._run_until_stopped)
+            await self._in_thread(functools.partial(self._run_until_stopped, new_loop=_loop_like_ours()))
 
     def run_sync(self) -> None:
         with self._signals():
@@ -79,7 +82,7 @@ class TaskWorker:
 
     async def run_until_empty(self) -> None:
         """Run what can run now, and what that makes runnable at once; then stop. Tasks due later stay."""
-        await self._in_thread(self._run_until_empty)
+        await self._in_thread(functools.partial(self._run_until_empty, new_loop=_loop_like_ours()))
 
     def run_until_empty_sync(self) -> None:
         self._run_until_empty()
@@ -126,12 +129,12 @@ class TaskWorker:
 
     # --- how it runs ---
 
-    def _run_until_stopped(self) -> None:
-        with self._started(self._options) as crew:
+    def _run_until_stopped(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
+        with self._started(replace(self._options, new_loop=new_loop)) as crew:
             crew.stop_asked.wait()
 
-    def _run_until_empty(self) -> None:
-        with self._started(replace(self._options, listen=False)) as crew:  # it looks by itself
+    def _run_until_empty(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
+        with self._started(replace(self._options, listen=False, new_loop=new_loop)) as crew:  # it looks by itself
             crew.wait_until_empty()
 
     @contextlib.contextmanager
@@ -219,6 +222,14 @@ class TaskWorker:
             if not _signalled:
                 for each, handler in _previous.items():
                     signal.signal(each, handler)
+
+
+def _loop_like_ours() -> NewLoop:
+    """Tasks run on a loop of the worker's own, and on uvloop if the application does. Of other kinds nobody knows
+    whether there may be a second one.
+    """
+    own = type(asyncio.get_running_loop())
+    return own if own.__module__.partition(".")[0] == "uvloop" else asyncio.new_event_loop
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1162,3 +1162,24 @@ def test_a_start_hook_that_hangs_ends_with_the_stop(config: tasklib.Config) -> N
     thread.join(20)
     assert not thread.is_alive()
     assert len(raised) == 1
+
+
+def test_tasks_run_on_the_kind_of_loop_that_the_application_runs_on(
+    client: tasklib.Client, config: tasklib.Config
+) -> None:
+    """On uvloop under uvloop, on asyncio's own elsewhere."""
+    uvloop = pytest.importorskip("uvloop")
+    tasklib.task(name="kind")(_kind_of_loop)
+
+    def run_by(run: Callable[[Any], None]) -> tasklib.Task:
+        task_id = client.submit_task("kind")
+        run(TaskWorker(config).run_until_empty())
+        return get(client, task_id)
+
+    assert run_by(uvloop.run).result == {"value": "uvloop"}
+    assert run_by(asyncio.run).result == {"value": "asyncio"}
+
+
+async def _kind_of_loop() -> str:
+    await asyncio.sleep(0)
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
