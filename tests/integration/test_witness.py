@@ -397,7 +397,7 @@ def test_what_is_marked_during_a_pause_is_given_back(
         task_id = client.submit_task(once)
         wait_until(lambda: outcomes(conn) == ["INTERRUPTED"], "it to be given back")
         assert get(client, task_id).state == "pending"
-        assert crew_of(worker).buffer.is_idle()
+        wait_until(crew_of(worker).buffer.is_idle, "the worker to know that it is written")
         worker.resume()
         assert wait_final(client, task_id).state == "completed"
 
