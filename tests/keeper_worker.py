@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from tasklib.worker.execution import Execution
-    from tasklib_daemon.crashes import Cause
+    from tasklib_daemon.plan import Cause
 
 
 @tasklib.task

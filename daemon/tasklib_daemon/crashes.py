@@ -13,7 +13,7 @@ import queue
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.statements import WorkerStatements
     from tasklib.worker.session import Session
+    from tasklib_daemon.plan import Cause
 
 SWEEPS_AGAIN_SECONDS = (1.0, 5.0)  # after the first
 BACKENDS_SECONDS = 2.0  # how long they are waited for
 AFTER_FAILURE_SECONDS = 1.0
 MOST_FAILURES = 10  # then the reaper has to do it, when the lease has run out
 _LONGEST_APPLICATION_NAME = 63
-
-Cause = Literal["crash", "hard_timeout", "cancelled", "hang", "memory", "recycled", "shutdown"]
 
 
 class Executing(NamedTuple):

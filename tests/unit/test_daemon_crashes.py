@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
 
 from tasklib.outcomes import HeldTask, Rules
 from tasklib.states import State
-from tasklib_daemon.crashes import Cause, CrashReport, Done, Executing, Verdict
+from tasklib_daemon.crashes import CrashReport, Done, Executing, Verdict
+
+if TYPE_CHECKING:
+    from tasklib_daemon.plan import Cause
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 IDS = [UUID(int=number) for number in range(1, 10)]
