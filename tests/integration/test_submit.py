@@ -374,6 +374,31 @@ def test_submit_many_from_sql_tells_which_existed(conn: Conn) -> None:
     assert names.fetchall() == [("a",), ("b",), ("c",)]
 
 
+def test_submit_many_from_sql_meets_an_earlier_id(conn: Conn) -> None:
+    """Without any key: the others are inserted, and it stands for itself; with another payload nothing is."""
+    again, new, other = UUID(int=7), UUID(int=8), UUID(int=9)
+    conn.execute("select from tasklib.submit('a', id => %s)", [again])
+    submit_many = "select ordinal, id, existed from tasklib.submit_many(%s::text::jsonb) order by ordinal"
+    both = json.dumps([{"name": "b", "id": str(new)}, {"name": "a", "id": str(again)}])
+    assert conn.execute(submit_many, [both]).fetchall() == [(1, new, False), (2, again, True)]
+    with pytest.raises(psycopg.Error) as refused:
+        conn.execute(submit_many, [json.dumps([{"name": "b", "id": str(other)}, {"name": "b", "id": str(again)}])])
+    assert refused.value.sqlstate == "TL409"
+    assert conn.execute("select name from tasklib.tasks order by id").fetchall() == [("a",), ("b",)]
+
+
+def test_many_bulks_in_one_transaction_are_not_many_subtransactions(conn: Conn) -> None:
+    """Past 64 of them every reader pays: only the first write of a transaction may open one."""
+    with conn.transaction():
+        for _ in range(3):
+            conn.execute("""select from tasklib.submit_many('[{"name": "a"}, {"name": "b"}]')""")
+        others = conn.execute(
+            """select count(distinct xmin::text) from tasklib.tasks
+                where xmin::text <> (pg_current_xact_id()::text::bigint % 4294967296)::text"""
+        ).fetchone()
+    assert others == (1,)
+
+
 @pytest.mark.parametrize(
     ("call", "sqlstate"),
     [

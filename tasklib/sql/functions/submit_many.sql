@@ -9,6 +9,9 @@
 -- Inserts in the order of the keys and ids, byte by byte as Python sorts them, so that two
 -- overlapping batches wait for each other and cannot deadlock. A row that was not inserted
 -- is left to tasklib.submit, which knows what to do about an earlier task.
+-- ON CONFLICT costs a quarter more, and without keys an earlier task is rare: it is only used
+-- after a conflict. To go on after one takes a subtransaction. At most one in a transaction (as its
+-- first write): with more than 64, every reader of the database looks up where they belong.
 create or replace function tasklib.submit_many(tasks jsonb)
     returns table (ordinal bigint, id uuid, existed boolean)
     language plpgsql volatile security definer
@@ -22,14 +25,16 @@ declare
         'timeout_seconds', 'tags', 'idempotency_key', 'store_result', 'on_crash', 'parent_id', 'id'];
     has_unknown boolean;
     has_twins boolean;
+    may_exist boolean;
     ids uuid[];
     refused bigint[] := '{}';
     task record;
 begin
     select array_agg((element ->> 'id')::uuid order by place),
            count(distinct (element ->> 'id')::uuid) < count(element ->> 'id'),
-           bool_or(element - parameters <> '{}')
-      into ids, has_twins, has_unknown
+           bool_or(element - parameters <> '{}'),
+           bool_or(element ? 'idempotency_key')
+      into ids, has_twins, has_unknown, may_exist
       from jsonb_array_elements(tasks) with ordinality as given (element, place);
     -- jsonb_to_recordset would pass over a misspelt key in silence.
     if has_unknown then
@@ -53,31 +58,31 @@ begin
              order by place);
     end if;
 
+    if not may_exist and pg_current_xact_id_if_assigned() is null then
+        begin
+            insert into tasklib.tasks (
+                id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
+                max_retries, timeout_seconds, tags, store_result, on_crash, parent_id)
+            select id, name, args, kwargs, queue, priority, submitted_at, scheduled_at, scheduled_at <= submitted_at,
+                   due_at, expires_at, max_retries, timeout_seconds, tags, store_result, on_crash, parent_id
+              from tasklib.tasks_in_json(tasks, ids, submitted_at)
+             order by id;
+            return query select place, given, false from unnest(ids) with ordinality as numbered (given, place);
+            return;
+        exception when unique_violation then
+            null;  -- below, row by row
+        end;
+    end if;
+
     for task in
         with given as materialized (
-            select ordinal, ids[ordinal] as id, name,
-                   coalesce(kwargs, '{}') as kwargs, coalesce(args, '{}') as args,
-                   coalesce(queue, 'default') as queue, coalesce(priority, 0) as priority,
-                   coalesce(scheduled_at, submitted_at + coalesce(delay_seconds, 0) * interval '1 second') as scheduled_at,
-                   expires_at, coalesce(max_retries, 3) as max_retries, timeout_seconds,
-                   coalesce(tags, '{}') as tags, idempotency_key,
-                   coalesce(store_result, true) as store_result, coalesce(on_crash, 'retry') as on_crash, parent_id
-              from rows from (jsonb_to_recordset(tasks) as (
-                       name text, kwargs jsonb, args jsonb, queue text, priority integer,
-                       delay_seconds double precision, scheduled_at timestamptz, expires_at timestamptz,
-                       max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text,
-                       store_result boolean, on_crash text, parent_id uuid)
-                   ) with ordinality as element (
-                       name, kwargs, args, queue, priority, delay_seconds, scheduled_at, expires_at, max_retries,
-                       timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id, ordinal)
-             order by idempotency_key collate "C", id
+            select * from tasklib.tasks_in_json(tasks, ids, submitted_at) order by idempotency_key collate "C", id
         ), inserted as (
             insert into tasklib.tasks (
                 id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
                 max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id)
             select id, name, args, kwargs, queue, priority, submitted_at, scheduled_at, scheduled_at <= submitted_at,
-                   least(case when scheduled_at > submitted_at then scheduled_at end, expires_at), expires_at,
-                   max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id
+                   due_at, expires_at, max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id
               from given
             on conflict do nothing
             returning id
