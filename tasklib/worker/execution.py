@@ -99,8 +99,9 @@ class Execution:
             if self.interrupt_kind is not None:
                 return
             self.interrupt_kind = kind
-        if self.inside is not None:
-            self.inside.interrupt(kind, self)
+        inside = self.inside  # once: its runner may take it away
+        if inside is not None:
+            inside.interrupt(kind, self)
 
 
 class ThreadSeat:
