@@ -139,6 +139,7 @@ def is_dead(conn: Conn, worker_id: str) -> bool:
 # --- crash reports ---
 
 
+@pytest.mark.direct("listens, which no pooler lets it do")
 def test_a_killed_worker_is_recovered_within_a_second(
     own: Callable[..., Settings], client: tasklib.Client, conn: Conn
 ) -> None:
@@ -441,6 +442,7 @@ def test_snapshots_say_how_the_workers_are(own: Callable[..., Settings], conn: C
     assert (row[15][:10], row[16]) == ("2026-01-01", "30.0")
 
 
+@pytest.mark.direct("listens, which no pooler lets it do")
 def test_it_wakes_its_siblings_and_hears_cancels_for_them(
     own: Callable[..., Settings], client: tasklib.Client, conn: Conn
 ) -> None:

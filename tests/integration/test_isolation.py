@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 from tests.working import get, running, wait_final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import ModuleType
     from uuid import UUID
 
@@ -88,12 +88,12 @@ def config_of_all(new_database: NewDatabase) -> tasklib.Config:
 
 
 @pytest.fixture(scope="module")
-def place(tasks: ModuleType, config_of_all: tasklib.Config) -> Iterator[Place]:
+def place(tasks: ModuleType, config_of_all: tasklib.Config, direct: Callable[[str], str]) -> Iterator[Place]:
     config = config_of_all
     tasklib.init(config)
     with (
         tasklib.Client(config) as client,
-        psycopg.connect(config.database_url, autocommit=True) as conn,
+        psycopg.connect(direct(config.database_url), autocommit=True) as conn,
         running(config, concurrency=8, queues=["default"]) as worker,
     ):
         yield Place(client, conn, config, worker)

@@ -791,6 +791,7 @@ def test_a_suspect_does_not_keep_others_waiting_behind_it(
             wait_final(client, task_id)
 
 
+@pytest.mark.direct("polls once a minute, and hears of work")
 def test_suspects_run_as_soon_as_the_worker_is_idle(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
     """Those that it left alone while it was busy, and one after the other. They do not wait for the poll."""
     began, release = threading.Event(), threading.Event()
