@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 from pydantic_core import to_json
@@ -26,8 +27,7 @@ from tasklib.errors import InvalidConfig
 from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, MutableMapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
     from structlog.typing import Processor
 
@@ -57,16 +57,39 @@ log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 """For the daemon's own events: `log.warning("worker.killed", pid=4711)`."""
 
 
+class Plan(NamedTuple):
+    """How a process is to log: of plain values, for a message."""
+
+    process: str
+    level: str
+    file: str | None
+    is_console: bool
+    secrets: Sequence[str]
+
+    @classmethod
+    def of(cls, settings: Settings, process: str) -> Plan:
+        file = None if settings.log.file is None else str(settings.log.file)
+        return cls(process, settings.log.level.upper(), file, _is_console(settings), settings.secrets())
+
+
 def configure(settings: Settings, process: str = "supervisor") -> None:
     """Send everything that is logged in this process to the one place. InvalidConfig, if the file cannot be opened."""
+    _follow(Plan.of(settings, process))
+
+
+def configure_isolated(*plan: Any) -> None:
+    """In the fork server of a worker, and again in each of its children: the file may have been renamed meanwhile."""
+    reopen() if _sink is not None else _follow(Plan(*plan))
+
+
+def _follow(plan: Plan) -> None:
     global _sink  # noqa: PLW0603 - as logging itself, one for the process
-    _sink = _sink or Sink(settings.log.file)
-    processors = _processors(settings, process, is_console=_is_console(settings))
-    handler = _Handler(_sink, processors)
+    _sink = _sink or Sink(None if plan.file is None else Path(plan.file))
+    handler = _Handler(_sink, _processors(plan))
     for name in (None, *OUR_LOGGERS):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.setLevel(settings.log.level.upper())
+        logger.setLevel(plan.level)
         logger.propagate = False  # ours come out whatever an application does to the root
     logging.captureWarnings(True)  # noqa: FBT003 - its only parameter
     structlog.configure(
@@ -253,14 +276,13 @@ def _uncaught(kind: type[BaseException], error: BaseException | None, trace: Any
 # --- what happens to a line ---
 
 
-def _processors(settings: Settings, process: str, *, is_console: bool) -> list[Callable[[Any, str, Any], Any]]:
-    about = {"process": process, "process_id": os.getpid()}
+def _processors(plan: Plan) -> list[Callable[[Any, str, Any], Any]]:
     return [
         _canonical,
         structlog.processors.format_exc_info,
-        _in_order(about),
-        _console if is_console else _json,
-        _redacting(settings.secrets()),
+        _in_order(plan.process),
+        _console if plan.is_console else _json,
+        _redacting(plan.secrets),
     ]
 
 
@@ -277,11 +299,12 @@ def _canonical(_logger: Any, _method: str, event: Event) -> Event:
     return event
 
 
-def _in_order(about: Event) -> Processor:
+def _in_order(process: str) -> Processor:
     def in_order(_logger: Any, method: str, event: Event) -> Event:
         moment = datetime.fromtimestamp(event.pop("timestamp"), UTC).isoformat(timespec="milliseconds")
         first = {"timestamp": moment.replace("+00:00", "Z"), "level": method, "event": event.pop("event")}
         logger = event.pop("logger")
+        about = {"process": process, "process_id": os.getpid()}
         last = about if logger in OUR_LOGGERS else {"logger": logger, **about}
         return {**first, **{key: _bounded(value) for key, value in event.items() if value is not None}, **last}
 

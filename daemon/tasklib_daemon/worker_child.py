@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tasklib import application
+from tasklib.worker import processes
 from tasklib.worker.worker import TaskWorker
 from tasklib_daemon import logs, page
 from tasklib_daemon.bell import Ear
@@ -37,6 +38,7 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
         buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, duties=False,
         handle_signals=False, witness=own_page.witness(),
     )  # fmt: skip
+    processes.begin_with("tasklib_daemon.logs:configure_isolated", logs.Plan.of(settings, f"worker {slot} task"))
     ears = Ears(worker, own_page, channel)
     bell = Ear(settings.runtime_directory, slot, worker)
     bell.start()

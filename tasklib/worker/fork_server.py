@@ -87,7 +87,7 @@ def main() -> None:
         control.sendall(to_json(answer) + b"\n")
     except OSError:
         return  # the worker has died meanwhile
-    Server(control, parent, Config(**hello["config"])).run()
+    Server(control, parent, Config(**hello["config"]), _beginning(hello)).run()
 
 
 def _read_line(sock: socket.socket) -> bytes:
@@ -106,6 +106,7 @@ def _prepare(hello: Word) -> Word:
     os.environ.pop("PYTHONPATH", None)
     if hello["pythonpath"] is not None:
         os.environ["PYTHONPATH"] = hello["pythonpath"]
+    _beginning(hello)()
     if hello["is_django"]:
         importlib.import_module("django").setup()
     for place in hello["places"]:
@@ -117,6 +118,15 @@ def _prepare(hello: Word) -> Word:
             raise TaskNotRegistered(_not_found(name))
     own = {threading.main_thread()}
     return {"threads": [each.name for each in threading.enumerate() if each not in own], "sockets": _sockets()}
+
+
+def _beginning(hello: Word) -> Callable[[], None]:
+    """What the worker wants to be called first, here and in each child."""
+    if hello["beginning"] is None:
+        return lambda: None
+    place, arguments = hello["beginning"]
+    module, _, function = place.partition(":")
+    return functools.partial(getattr(importlib.import_module(module), function), *arguments)
 
 
 def _import(place: str) -> None:
@@ -167,8 +177,9 @@ class Server:
     got the number.
     """
 
-    def __init__(self, control: socket.socket, parent: int, config: Config) -> None:
+    def __init__(self, control: socket.socket, parent: int, config: Config, begin: Callable[[], None]) -> None:
         self._control = control
+        self._begin = begin
         self._parent = parent
         self._config = config
         self._heard = b""
@@ -265,6 +276,7 @@ class Server:
         code = NO_ANSWER
         try:
             self._settle_in(own)
+            self._begin()
             Errand(socket.socket(fileno=channel), self._config).run()
             code = 0
         except OSError:

@@ -342,6 +342,17 @@ class Child:
             self.error = word.get("error", self.error)
 
 
+_beginning: tuple[str, Sequence[Any]] | None = None
+
+
+def begin_with(function: str, arguments: Sequence[Any]) -> None:
+    """What is called first in every fork server of this process, and in each of its children: `module:function`, with
+    plain values. For who has set up this process, its logs for example, and wants them to be like it.
+    """
+    global _beginning  # noqa: PLW0603 - for the process, as what it is about
+    _beginning = (function, arguments)
+
+
 class ForkServer:
     """The interpreter that forks the children. It ends with its worker, and its children with it."""
 
@@ -561,6 +572,7 @@ def _hello(config: Config, functions: Sequence[TaskFunction[..., Any]]) -> Word:
     apps = sys.modules.get("django.apps")
     return {
         "path": sys.path,
+        "beginning": _beginning,
         "pythonpath": os.environ.get("PYTHONPATH"),
         "places": list(dict.fromkeys(places)),
         "names": [each.name for each in functions],

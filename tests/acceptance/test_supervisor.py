@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -140,6 +141,31 @@ def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_u
         assert [each["pid"] for each in made.workers()] == new
         assert wait_final(client, client.submit_task("echo", text="still here")).state == "completed"
         assert made.stop() == 0
+
+
+# --- logs of isolated tasks ---
+
+
+def test_a_task_in_a_process_of_its_own_logs_like_the_others(
+    client: tasklib.Client, database_url: str, tmp_path: Path
+) -> None:
+    """As JSON, with its task, without secrets, and to the file that there is now."""
+    file = tmp_path / "log"
+    log = {"format": "json", "file": str(file)}
+    with daemon(database_url, waits=False, app=["tests.daemon_app.isolated"], log=log) as made:
+        wait_final(client, client.submit_task("say", word="first"))
+        file.rename(tmp_path / "log.1")
+        made.signal(signal.SIGUSR1)
+        wait_until(file.exists, "a new log")
+        told = wait_final(client, client.submit_task("say", word="postgresql://ann:hush@db/shop"))
+    assert told.result is not None
+    assert "hush" not in file.read_text("utf-8")
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    said = [line for line in lines if line["event"].startswith("said.")]
+    assert [line["event"] for line in said] == ["said.by_structlog", "said.by_logging"]
+    for line in said:
+        assert (line["process"], line["process_id"]) == ("worker 1 task", told.result["value"])
+        assert (line["task"], line["task_id"], line["attempt"]) == ("say", str(told.id), 1)
 
 
 # --- more, fewer, logs, stacks, operators ---
