@@ -97,7 +97,7 @@ class Kid:
         is_booted = bool(self.heard_at) or (view is not None and view.phase >= BOOTED)
         child = Child(
             self.number, self.place, self.generation, self.born, is_booted, self.is_ready, self.channel.is_closed,
-            self.stage, self.since, self.stop_by, self.heard_at, memory_bytes=self.memory_bytes,
+            self.stage, self.since, self.stop_by, self.cause, self.heard_at, memory_bytes=self.memory_bytes,
         )  # fmt: skip
         if view is None:
             return child

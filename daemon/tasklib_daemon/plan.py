@@ -64,6 +64,7 @@ class Child:
     stage: Stage = Stage.SERVING
     since: float = 0.0  # of the stage
     stop_by: float = NEVER  # while it drains
+    stopped_for: Cause | None = None
     beacon: float = 0.0  # the last round of its claim loop; of a keeper, its last message
     is_connected: bool = True
     executing: int = 0
@@ -221,7 +222,12 @@ def _hurry(state: State, child: Child, now: float) -> Action | None:
     hurry_at = child.stop_by if state.ending is None else min(child.stop_by, state.ending.hurry_at)
     if not child.executing and not child.unwritten:
         hurry_at = min(hurry_at, child.since + state.limits.grace_seconds)
-    return Hurry(child.number) if now >= hurry_at else None
+    if now < hurry_at:
+        return None
+    # Given back, what fills the memory would fill the next worker's, and so on for ever: it has to be a death to be
+    # counted. If nobody knows which of several it was, they run alone next time.
+    is_filled = child.stopped_for == "memory" and child.executing and state.ending is None
+    return Kill(child.number) if is_filled else Hurry(child.number)
 
 
 def why_hung(limits: Limits, child: Child, now: float, *, awake_since: float = -math.inf) -> str | None:

@@ -424,6 +424,21 @@ def test_workers_are_recycled_one_at_a_time(client: tasklib.Client, database_url
         assert made.stop() == 0
 
 
+def test_a_task_that_fills_the_memory_for_ever_is_buried(client: tasklib.Client, conn: Conn, database_url: str) -> None:
+    """Its worker is replaced, and the task goes with it when the grace is over: as a death, which counts. What ran
+    beside it is not charged.
+    """
+    settings: dict[str, Any] = {"grace_seconds": 0.5, "bury_after": 2, "recycle": {"max_memory_mb": 200}}
+    with daemon(database_url, **settings) as made:
+        beside = client.submit_task("nap", seconds=6.0)
+        wait_running(client, beside)
+        hog = client.submit_task("eat_memory", megabytes=250, seconds=NEVER_ENDS)
+        assert wait_final(client, hog, seconds=40).state == "buried", made.tail()
+        assert {outcome for outcome, _ in attempts(conn, hog)} <= {"INTERRUPTED", "WORKER_FAILURE"}
+        task = wait_final(client, beside)
+        assert (task.state, task.retry_count, task.strikes) == ("completed", 0, 0)
+
+
 def test_a_worker_whose_descriptors_are_closed_is_replaced(client: tasklib.Client, database_url: str) -> None:
     """It cannot be talked to any more: it drains by itself, and another takes its place."""
     with daemon(database_url) as made:

@@ -158,8 +158,9 @@ def _shown(descriptor: Path) -> str:
 
 
 @tasklib.task
-def eat_memory(megabytes: int) -> int:
+def eat_memory(megabytes: int, seconds: float = 0.0) -> int:
     hoard.append(bytearray(os.urandom(1024)) * 1024 * megabytes)
+    time.sleep(seconds)
     return os.getpid()
 
 

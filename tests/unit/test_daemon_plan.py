@@ -235,6 +235,16 @@ def test_who_drains_too_long_is_hurried_and_then_killed() -> None:
     assert follows(state(killed), NOW + 100) == [Spawn(ONE, 1)]
 
 
+def test_what_fills_the_memory_ends_with_its_process() -> None:
+    """After the grace. Asked politely it would be given back, uncharged, to fill the next worker, for ever."""
+    large = serving(1, stage=Stage.ASKED, since=NOW, stop_by=NOW + 30, stopped_for="memory", executing=1)
+    assert Kill(1) not in follows(state(large), NOW + 29)
+    assert Kill(1) in follows(state(large), NOW + 30)
+    for other in (replace(large, stopped_for="recycled"), replace(large, executing=0)):
+        assert Hurry(1) in follows(state(other), NOW + 30)
+    assert Hurry(1) in follows(state(large, ending=Ending(NOW)), NOW + 30)
+
+
 def test_who_has_nothing_left_to_drain_must_end() -> None:
     """Also when its tasks could have taken as long as they liked. Outcomes that wait for a database are waited for."""
     idle = serving(1, stage=Stage.ASKED, since=NOW, stop_by=NEVER)
