@@ -31,6 +31,7 @@ class _Application:
 
 
 _application: _Application | None = None
+_init_later: Callable[[], Config] | None = None
 
 
 def init(config: Config | None = None, *, connection: Callable[[], Any] | None = None) -> None:
@@ -46,12 +47,32 @@ def init(config: Config | None = None, *, connection: Callable[[], Any] | None =
     _application = _Application(client, client.as_async())
 
 
+def init_later(config: Callable[[], Config]) -> None:
+    """The first use calls `init` with this, if nobody has by then. For frameworks: their own start may never come."""
+    global _init_later  # noqa: PLW0603 - see above
+    _init_later = config
+
+
 def close() -> None:
     """Forget the default client and close its connections; those of a running event loop close with the loop."""
-    global _application
-    previous, _application = _application, None
+    global _application, _init_later
+    previous, _application, _init_later = _application, None, None
     if previous is not None:
         previous.client.close()
+
+
+def set_aside() -> Any:
+    """For tests: as if nobody had called `init`, until `put_back` gets what this returns. Nothing is closed."""
+    global _application, _init_later  # noqa: PLW0603 - see above
+    previous = _application, _init_later
+    _application = _init_later = None
+    return previous
+
+
+def put_back(previous: Any) -> None:
+    global _application, _init_later  # noqa: PLW0603 - see above
+    close()
+    _application, _init_later = previous
 
 
 def is_initialised() -> bool:
@@ -67,6 +88,8 @@ def default_async_client() -> AsyncClient:
 
 
 def _initialised() -> _Application:
+    if _application is None and _init_later is not None:
+        init(_init_later())
     if _application is None:
         raise NotInitialised("call tasklib.init(tasklib.Config(database_url=...)) before using tasklib")
     return _application

@@ -3,6 +3,9 @@
 Each would be a commit of its own, and a commit that notifies holds a lock of the whole server through its fsync: ten at
 once wait for one another there. So the first goes at once, and what comes while it is on its way goes with the next.
 Nobody waits for company.
+
+A task with an idempotency key goes alone, at once: it may have to wait in the server, for as long as another
+transaction that has used its key is open, and nobody else should wait with it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class Combiner:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def submit(self, task: NewTask) -> TaskId:
+        if task.terms.idempotency_key is not None:
+            return (await self._send([task]))[0]
         if self._under_way >= MOST_UNDER_WAY:
             future: asyncio.Future[TaskId] = asyncio.get_running_loop().create_future()
             self._waiting.append((task, future))
@@ -44,6 +49,7 @@ class Combiner:
             self._send_waiting()
 
     def _send_waiting(self) -> None:
+        self._waiting = [each for each in self._waiting if not each[1].done()]  # nobody waits for it any more
         if not self._waiting or self._under_way >= MOST_UNDER_WAY:
             return
         batch, self._waiting = self._waiting[:LARGEST_BATCH], self._waiting[LARGEST_BATCH:]

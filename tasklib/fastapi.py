@@ -11,7 +11,7 @@ import asyncio
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tasklib.application import close, default_async_client, init
+from tasklib.application import close, default_async_client, init, init_later
 from tasklib.config import Config
 from tasklib.log import log
 from tasklib.worker import TaskWorker
@@ -29,12 +29,19 @@ def lifespan(
     Without a Config, the environment names the database, as for `init`. With `worker`, tasks run in this process too,
     beside the requests: True for a TaskWorker with its defaults, or one of your own. It drains before the end.
 
+    Nobody runs the lifespan of an application that is mounted into another: there, the first submit opens what it needs.
+
     In a lifespan of your own: `async with lifespan(config)(app): ... yield`.
     """
 
+    def chosen() -> Config:
+        return Config.from_environment() if config is None else config
+
+    init_later(chosen)
+
     @asynccontextmanager
     async def alive(_app: Any) -> AsyncIterator[None]:
-        settings = Config.from_environment() if config is None else config
+        settings = chosen()
         own = TaskWorker(settings, handle_signals=False) if worker is True else worker
         async with _initialised(settings), _working(own) if own else nullcontext():
             yield

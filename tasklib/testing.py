@@ -87,7 +87,7 @@ def new_database(server: EmbeddedPostgres | ExternalPostgres) -> Iterator[Config
 
 class Queue:
     """The queue of a test database. A `with` block is one test: the queue is emptied, `tasklib.init` is called; after
-    it, `tasklib.close`, and task functions that were defined inside a function are forgotten.
+    it, what was initialised before is again, and task functions that were defined inside a function are forgotten.
 
     Connections are kept from one block to the next, until `close`.
     """
@@ -99,17 +99,21 @@ class Queue:
         self._statements = Statements(config)
         self._sql = queries("testing", config.schema)
         self._known: set[str] = set()
+        self._previous: Any = None
+        self._frozen_at: datetime | None = None
 
     def __enter__(self) -> Self:
         self.empty()
         self._known = {each.name for each in default_registry}
+        self._frozen_at = None
+        self._previous = application.set_aside()
         application.init(self.config)
         for client in (application.default_client(), application.default_async_client()):
             client.database = self._database
         return self
 
     def __exit__(self, *_: object) -> None:
-        application.close()
+        application.put_back(self._previous)
         _forget_local_functions(self._known)
 
     def close(self) -> None:
@@ -166,6 +170,13 @@ class Queue:
             raise InvalidOptions(f"travel goes forward, by a number of seconds or a timedelta, got {seconds!r}")
         self._run(Statement(self._sql["travel"], (float(length),), lambda _: None))
 
+    def freeze(self) -> None:
+        """Time stands still for what waits, to the end of the test: however long that takes, no delay, retry or expiry
+        comes nearer, but by `travel`, and by the time that tasks take to run. The times of waiting tasks are moved to
+        where they would be, each time before tasks are run.
+        """
+        self._frozen_at = self._now()
+
     # --- look ---
 
     def submitted(self, task: TaskFunction[..., Any] | str | None = None, /, *args: Any, **kwargs: Any) -> list[Task]:
@@ -212,13 +223,21 @@ class Queue:
     def _run(self, statement: Statement[T], connection: Any = None) -> T:
         return self._database.run(statement, connection=connection)[0]
 
+    def _now(self) -> datetime:
+        """By the database's clock."""
+        return self._run(Statement(self._sql["clock"], (), lambda rows: rows[0][0], is_change=False))
+
     def _worker(self, queues: Any, tasks: Any, concurrency: int) -> TaskWorker:
         """Its own expirer comes round once a second, and it may be gone by then."""
+        if self._frozen_at is not None:
+            self._run(Statement(self._sql["hold"], (self._frozen_at,), lambda _: None))
         self._client.expire_tasks()
         return TaskWorker(self.config, concurrency, queues=queues, tasks=tasks, grace_seconds=1.0)
 
     def _checked(self, worker: TaskWorker, *, raise_errors: bool, runs_all: bool) -> list[Task]:
         __tracebackhide__ = True
+        if self._frozen_at is not None:
+            self._frozen_at = self._now()
         by_id = {task.id: task for task in self._all()}
         executed = self._run(
             Statement(self._sql["executed"], (worker.worker_id,), lambda rows: [row[0] for row in rows])

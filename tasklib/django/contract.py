@@ -13,6 +13,10 @@ if TYPE_CHECKING or django.VERSION >= (6, 0):
     from django.tasks.signals import task_enqueued, task_finished, task_started
     from django.utils.json import normalize_json
 else:
+    try:
+        import django_tasks  # noqa: F401
+    except ImportError as error:
+        raise ImportError("django.tasks comes with Django 6.0; for this version: pip install django-tasks") from error
     from django_tasks.backends.base import BaseTaskBackend
     from django_tasks.base import Task, TaskContext, TaskError, TaskResult, TaskResultStatus
     from django_tasks.exceptions import InvalidTaskError as InvalidTask

@@ -23,6 +23,22 @@ update tasklib.tasks
  where state = 'pending' or next_retry_at is not null;
 
 
+-- name: clock
+select clock_timestamp();
+
+
+-- As if no time had passed since $1, or since the submit of what was submitted later. Tasks that are given one and the
+-- same time keep their order: ids grow.
+-- name: hold
+update tasklib.tasks as task
+   set created_at = created_at + held.time, scheduled_at = scheduled_at + held.time,
+       next_retry_at = next_retry_at + held.time, expires_at = expires_at + held.time, due_at = due_at + held.time
+  from (select id, statement_timestamp() - greatest(created_at, $1::timestamptz)
+          from tasklib.tasks
+         where state = 'pending' or next_retry_at is not null) as held (id, time)
+ where task.id = held.id and held.time > interval '0';
+
+
 -- What one worker has executed, in the order in which it began.
 -- name: executed
 select task_id from tasklib.task_attempts where worker_id = $1::text group by task_id order by min(started_at), task_id;

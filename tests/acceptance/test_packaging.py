@@ -44,6 +44,7 @@ def test_the_wheel_has_everything(wheel: Path) -> None:
             for path in (place / package).rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
         }
+        assert f"{package}/py.typed" in names
         assert files <= names
     assert not [name for name in names if name.startswith(("tests", "bench", "dev"))]
 

@@ -11,10 +11,11 @@ import psycopg
 import pytest
 
 import tasklib
-from tasklib import embedded
+from tasklib import embedded, migrate
 from tasklib.budget import Budget, connection_budget, warn_if_scarce
 from tasklib.worker.session import Session
 from tests.pooler import PROGRAM, WHY_NOT, pgbouncer
+from tests.waiting import wait_until
 from tests.working import running
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ def test_too_few_connections_are_told_of(
     figures = f"connections.scarce may_open={wanted} left=15 max_connections=20 reserved=3 in_use=2"
     assert figures in said
     assert "pool_size" in said
+
+
+def test_a_worker_tells_when_it_starts(small_server: EmbeddedPostgres, caplog: pytest.LogCaptureFixture) -> None:
+    """Before anything is refused."""
+    config = tasklib.Config(small_server.dsn, pool_size=50)
+    migrate.migrate(config)
+    with caplog.at_level(logging.WARNING, "tasklib"), running(config):
+        wait_until(lambda: "connections.scarce" in caplog.text, "the warning")
 
 
 def test_a_role_without_privileges_counts_too(small_server: EmbeddedPostgres, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,10 +45,9 @@ def worker(config: tasklib.Config) -> Any:
 
 
 def waiting_connections(conn: Conn) -> int:
-    """Those that listen for the ends of tasks."""
+    """Those that have nothing to do with workers."""
     row = conn.execute(
-        "select count(*) from pg_stat_activity where datname = current_database() and query like '%task_done%'"
-        " and pid <> pg_backend_pid()"
+        "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'tasklib'"
     ).fetchone()
     assert row is not None
     return int(row[0])
@@ -365,6 +364,8 @@ async def test_five_thousand_wait_on_one_connection(add: Any, config: tasklib.Co
     """And all get their results."""
     ids = await tasklib.submit_many([add.new(n, n) for n in range(5_000)])
     handles = [add.handle(task_id) for task_id in ids]
+    tasklib.close()  # what submitted them is not what is counted
+    tasklib.init(config)
     results = asyncio.gather(*(handle.result(timeout=120) for handle in handles))
     most = 0
     with running(config, concurrency=50):
@@ -372,7 +373,7 @@ async def test_five_thousand_wait_on_one_connection(add: Any, config: tasklib.Co
             most = max(most, waiting_connections(conn))
             await asyncio.sleep(0.05)
     assert await results == [2 * n for n in range(5_000)]
-    assert most <= 2
+    assert 1 <= most <= 2
 
 
 def test_a_child_process_waits_by_itself(add: Any, config: tasklib.Config) -> None:

@@ -387,6 +387,23 @@ def test_submit_many_from_sql_meets_an_earlier_id(conn: Conn) -> None:
     assert conn.execute("select name from tasklib.tasks order by id").fetchall() == [("a",), ("b",)]
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_row_that_somebody_else_swallows_is_an_error(conn: Conn, client: tasklib.Client, key: str | None) -> None:
+    """A trigger that is not ours: nobody is told that a task was submitted which is not there."""
+    conn.execute("""
+        create function swallow() returns trigger language plpgsql as $$ begin return null; end $$;
+        create trigger swallow before insert on tasklib.tasks for each row when (new.name = 'b') execute function swallow()
+    """)
+    function = {name: tasklib.task(name=name)(lambda: None) for name in "ab"}
+    news = [function[name].options(idempotency_key=key and key + name).new() for name in "ab"]
+    try:
+        with pytest.raises(tasklib.TasklibError, match="was not inserted"):
+            client.submit_many(news)
+    finally:
+        conn.execute("drop function swallow cascade")
+    assert client.list_tasks() == []
+
+
 def test_many_bulks_in_one_transaction_are_not_many_subtransactions(conn: Conn) -> None:
     """Past 64 of them every reader pays: only the first write of a transaction may open one."""
     with conn.transaction():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -352,6 +353,33 @@ def test_a_delayed_task_runs_when_its_time_has_come_and_not_before(tasklib_queue
     assert tasklib_queue.run_until_empty() == []
     tasklib_queue.travel(timedelta(seconds=30))
     assert [task.result for task in tasklib_queue.run_until_empty()] == [{"value": 2}]
+
+
+def test_frozen_time_stands_still(tasklib_queue: Queue) -> None:
+    """For what was there, and for what comes later, however long the test takes; `travel` moves it."""
+    before = add.options(delay_seconds=1).submit_sync(1)
+    tasklib_queue.freeze()
+    after = add.options(delay_seconds=20, expires_at=datetime.now(UTC) + timedelta(seconds=60)).submit_sync(2)
+    time.sleep(1.2)
+    assert tasklib_queue.run_until_empty() == []
+    tasklib_queue.travel(1)
+    assert [task.id for task in tasklib_queue.run_until_empty()] == [before]
+    tasklib_queue.travel(18)
+    assert tasklib_queue.run_until_empty() == []
+    tasklib_queue.travel(2)
+    assert [task.id for task in tasklib_queue.run_until_empty()] == [after]
+
+
+def test_what_was_initialised_before_is_again_afterwards(config: tasklib.Config, client: tasklib.Client) -> None:
+    """An application, Django's for example, that called `init` long before the test."""
+    tasklib.init(config)
+    try:
+        with Queue(config) as queue:
+            add.submit_sync(1)
+            assert len(queue.submitted()) == 1
+        assert client.get_task(add.submit_sync(2)) is not None
+    finally:
+        tasklib.close()
 
 
 def test_a_retry_comes_without_waiting(tasklib_queue: Queue) -> None:

@@ -100,6 +100,34 @@ async def test_a_database_that_is_away_is_told_to_all(new: Any) -> None:
     assert len(sender.batches) == 3
 
 
+async def test_who_gave_up_before_it_was_sent_is_not_sent(new: Any) -> None:
+    """A submit that was cancelled while it waited here makes no task."""
+    sender = Sender()
+    combiner = Combiner(sender.send)
+    tasks = [new(n) for n in range(4)]
+    submits = [asyncio.ensure_future(combiner.submit(task)) for task in tasks]
+    await asyncio.sleep(0)
+    submits[2].cancel()
+    await asyncio.sleep(0)
+    sender.gate.set()
+    await asyncio.gather(*submits, return_exceptions=True)
+    assert sender.batches == [[tasks[0]], [tasks[1]], [tasks[3]]]
+
+
+async def test_who_may_have_to_wait_in_the_server_waits_alone(new: Any) -> None:
+    """A key may be in use by a transaction that is open for long: others neither wait for it nor share its fate."""
+    sender = Sender()
+    combiner = Combiner(sender.send)
+    function = tasklib.task(name="keyed")(lambda: None)
+    keyed = [function.options(idempotency_key=f"key-{n}").new() for n in range(MOST_UNDER_WAY)]
+    plain = new(1)
+    submits = asyncio.gather(*(combiner.submit(task) for task in [*keyed, plain]))
+    await asyncio.sleep(0)
+    assert sender.batches == [[task] for task in [*keyed, plain]]
+    sender.gate.set()
+    await submits
+
+
 async def test_who_gives_up_does_not_disturb_the_others(new: Any) -> None:
     """The one under way, and one that waits."""
     sender = Sender()

@@ -26,6 +26,7 @@ declare
     has_unknown boolean;
     has_twins boolean;
     may_exist boolean;
+    inserted_count bigint;
     ids uuid[];
     refused bigint[] := '{}';
     task record;
@@ -67,6 +68,10 @@ begin
                    due_at, expires_at, max_retries, timeout_seconds, tags, store_result, on_crash, parent_id
               from tasklib.tasks_in_json(tasks, ids, submitted_at)
              order by id;
+            get diagnostics inserted_count = row_count;
+            if inserted_count < cardinality(ids) then
+                raise unique_violation;  -- somebody's trigger has swallowed one: tasklib.submit says so
+            end if;
             return query select place, given, false from unnest(ids) with ordinality as numbered (given, place);
             return;
         exception when unique_violation then
