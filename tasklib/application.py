@@ -70,7 +70,7 @@ def set_aside() -> Any:
 
 
 def put_back(previous: Any) -> None:
-    global _application, _init_later  # noqa: PLW0603 - see above
+    global _application, _init_later
     close()
     _application, _init_later = previous
 

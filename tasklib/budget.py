@@ -62,9 +62,10 @@ def warn_if_scarce(session: Session, budget: Budget) -> None:
     try:
         if session.is_pooled:
             return
-        most, reserved, used = session.run(_SLOTS)
+        most, reserved, used, ours = session.run(_SLOTS)
     except psycopg.Error:  # the loops will meet it too, and say so
         return
+    used -= min(ours, budget.total)  # what we have opened already is in the budget
     left = most - reserved - used
     if budget.total > left:
         log.warning(
@@ -79,15 +80,19 @@ def warn_if_scarce(session: Session, budget: Budget) -> None:
         )
 
 
-# Everybody may read these counts; of the sessions of others, a role without privileges sees next to nothing.
+# Everybody may read these counts; of the sessions of others, a role without privileges sees next to nothing. Which are
+# ours, their names tell: another worker's too, so that of several which start together none is warned for the others.
 _SLOTS = Statement(
     """
     select current_setting('max_connections')::int,
            current_setting('superuser_reserved_connections')::int
                + coalesce(current_setting('reserved_connections', true), '0')::int,
-           (select sum(numbackends)::int - 1 from pg_stat_database)
+           (select sum(numbackends)::int - 1 from pg_stat_database),
+           (select count(*) from pg_stat_activity
+             where usename = current_user and pid <> pg_backend_pid()
+               and starts_with(application_name, split_part(current_setting('application_name'), ':', 1) || ':'))
     """,
     (),
-    lambda rows: (int(rows[0][0]), int(rows[0][1]), int(rows[0][2])),
+    lambda rows: (int(rows[0][0]), int(rows[0][1]), int(rows[0][2]), int(rows[0][3])),
     is_change=False,
 )

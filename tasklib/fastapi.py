@@ -29,7 +29,7 @@ def lifespan(
     Without a Config, the environment names the database, as for `init`. With `worker`, tasks run in this process too,
     beside the requests: True for a TaskWorker with its defaults, or one of your own. It drains before the end.
 
-    Nobody runs the lifespan of an application that is mounted into another: there, the first submit opens what it needs.
+    Nobody runs the lifespan of an application that is mounted into another: the first submit opens what it needs.
 
     In a lifespan of your own: `async with lifespan(config)(app): ... yield`.
     """

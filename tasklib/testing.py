@@ -225,7 +225,8 @@ class Queue:
 
     def _now(self) -> datetime:
         """By the database's clock."""
-        return self._run(Statement(self._sql["clock"], (), lambda rows: rows[0][0], is_change=False))
+        clock: Statement[datetime] = Statement(self._sql["clock"], (), lambda rows: rows[0][0], is_change=False)
+        return self._run(clock)
 
     def _worker(self, queues: Any, tasks: Any, concurrency: int) -> TaskWorker:
         """Its own expirer comes round once a second, and it may be gone by then."""

@@ -290,9 +290,6 @@ class Recoveries:
             decided = [case.verdict.of(task, now, _seconds_since(report)) for task, _ in held]
             settled = self._settling.settle(report.worker_id, decided, now)
             log.warning("tasks.recovered", worker_id=report.worker_id, count=settled)
-            for task, settlement, _ in decided:
-                if settlement.began:
-                    _tell_of_attempt(task, settlement, now)
         self._session.run(self._statements.forget_claims(report.worker_id))
 
     def _tell(self, case: _Case) -> None:
@@ -312,13 +309,3 @@ def _seconds_since(report: CrashReport) -> float:
 def _application_name(config: Config) -> str:
     """What the names of all connections of this configuration begin with; the server cuts them off."""
     return str(conninfo.conninfo_to_dict(connection_string(config))["application_name"])[:_LONGEST_APPLICATION_NAME]
-
-
-def _tell_of_attempt(task: HeldTask, settlement: Any, now: datetime) -> None:
-    """The one line at the end of an attempt, which its worker cannot write any more."""
-    log.warning(
-        f"task.{settlement.outcome.lower()}", task=task.name, task_id=task.id, queue=task.queue,
-        attempt=task.attempt + (task.state != State.RUNNING), state=str(settlement.state), worker_id=task.worker_id,
-        seconds=round((now - task.started_at).total_seconds(), 4) if task.started_at else None,
-        error_code=settlement.problem and settlement.problem.code, due_at=settlement.due_at,
-    )  # fmt: skip

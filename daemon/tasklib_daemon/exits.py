@@ -34,13 +34,20 @@ class Exit(Exception):
 
 def exit_for(error: BaseException) -> Exit:
     """For a process that ends of an error: the code, and one line that says what happened."""
-    from tasklib.errors import InvalidConfig, InvalidOptions, SchemaError  # noqa: PLC0415 - see above
+    from tasklib.errors import (  # noqa: PLC0415 - see above
+        InvalidConfig,
+        InvalidOptions,
+        InvalidTaskDefinition,
+        SchemaError,
+    )
 
     if isinstance(error, Exit):
         return error
     code = ExitCode.FAILED
     if isinstance(error, InvalidConfig | InvalidOptions):
         code = ExitCode.CONFIG
+    elif isinstance(error, InvalidTaskDefinition):
+        code = ExitCode.IMPORT
     elif isinstance(error, SchemaError):
         code = ExitCode.SCHEMA
     return Exit(code, one_line(error))

@@ -8,6 +8,7 @@ runs no user code and imports none. Each loop has a connection of its own, so th
 from __future__ import annotations
 
 import contextlib
+import queue
 import select
 import signal
 import socket
@@ -38,9 +39,10 @@ from tasklib_daemon.election import Election, WhenElected
 from tasklib_daemon.signals import Signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
+    from tasklib.worker.loop import Service
     from tasklib_daemon.channel import Channel
     from tasklib_daemon.settings import Settings
 
@@ -102,6 +104,7 @@ class Keeper:
         self.recoveries = Recoveries(
             config, self._sessions["crashes"], statements, own_statements, self._tell_recovered
         )
+        self._cancels = _Cancels(self._sessions["crashes"], own_statements, self._tell_cancel)
         keep_dead = settings.retention.heartbeats_hours
         reaper = Reaper(
             config, duties, statements, keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS
@@ -112,7 +115,7 @@ class Keeper:
             wait_seconds=LISTEN_SECONDS,
         )  # fmt: skip
         self._loops = {
-            "crashes": Loop("crashes", self.recoveries),
+            "crashes": Loop("crashes", _AtOnce([self.recoveries, self._cancels])),
             "listen": Loop("listen", self._listener),
             "duties": Loop("duties", Rota([
                 self.election,
@@ -227,9 +230,44 @@ class Keeper:
     def _tell_recovered(self, report: CrashReport, seconds: float) -> None:
         self._send({"say": "recovered", "worker_id": report.worker_id, "pid": report.pid, "seconds": round(seconds, 4)})
 
+    def _tell_cancel(self, task_id: UUID, token: int) -> None:
+        self._send({"say": "cancel", "task_id": str(task_id), "token": token})
+
     def _cancel(self, task_id: UUID) -> None:
         self._bell.cancel(task_id)
-        self._send({"say": "cancel", "task_id": str(task_id)})
+        self._cancels.add(task_id)
+        self._loops["crashes"].wake()
+
+
+class _AtOnce:
+    """Services of one loop that are asked at every round."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services = services
+
+    def run_once(self) -> float | None:
+        pauses = [service.run_once() for service in self._services]
+        return min((pause for pause in pauses if pause is not None), default=None)
+
+
+class _Cancels:
+    """Anybody may notify: whether a task was asked to stop, and which run of it, is for the database to say."""
+
+    def __init__(self, session: Session, statements: KeeperStatements, tell: Callable[[UUID, int], None]) -> None:
+        self._session = session
+        self._statements = statements
+        self._tell = tell
+        self._heard: queue.SimpleQueue[UUID] = queue.SimpleQueue()
+
+    def add(self, task_id: UUID) -> None:
+        self._heard.put(task_id)
+
+    def run_once(self) -> float | None:
+        heard = {self._heard.get() for _ in range(self._heard.qsize())}
+        if heard:
+            for task_id, token in self._session.run(self._statements.asked_to_stop([*heard])):
+                self._tell(task_id, token)
+        return None
 
 
 class _Boot:

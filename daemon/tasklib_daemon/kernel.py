@@ -59,7 +59,8 @@ def kill_marked(mark: bytes) -> int:
     (it was forked off by one). It works through a handle: a pid might be another's by now. How many there were.
     """
     pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()] if IS_LINUX else []
-    return sum(_kill_if_marked(pid, mark) for pid in pids if pid != os.getpid())
+    spared = {os.getpid(), os.getppid()}  # a parent that is alive has asked for it, and waits
+    return sum(_kill_if_marked(pid, mark) for pid in pids if pid not in spared)
 
 
 def _kill_if_marked(pid: int, mark: bytes) -> bool:

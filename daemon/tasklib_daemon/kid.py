@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tasklib_daemon import kernel
 from tasklib_daemon.guardian import kill_group
 from tasklib_daemon.page import BOOTED, SERVE
-from tasklib_daemon.plan import Child, Overdue, Pauses, Stage
+from tasklib_daemon.plan import Child, Overdue, Pauses, Stage, is_crash_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tasklib_daemon.settings import Restart
     from tasklib_daemon.stacks import Stacks
     from tasklib_daemon.status import ChildState, ChildStatus
+
+    Cancels = Mapping[tuple[UUID, int], float]  # runs, by task and token, that were asked to stop: when they must have
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +93,7 @@ class Kid:
             self.cpu_percent = round(max(used.cpu_seconds - self.cpu_seconds, 0.0) / seconds * 100, 1)
             self.memory_bytes, self.cpu_seconds, self.measured_at = used.memory_bytes, used.cpu_seconds, now
 
-    def seen(self, cancels: Mapping[UUID, float], now: float) -> Child:
+    def seen(self, cancels: Cancels, now: float) -> Child:
         """For the plan."""
         view = self.view
         is_booted = bool(self.heard_at) or (view is not None and view.phase >= BOOTED)
@@ -134,12 +136,12 @@ class Kid:
         }
 
 
-def _overdue(view: PageView, cancels: Mapping[UUID, float], now: float) -> Overdue | None:
+def _overdue(view: PageView, cancels: Cancels, now: float) -> Overdue | None:
     """By its own limit; or by a cancel that the keeper heard, and its worker perhaps not."""
     for slot in view.executing:
         if now >= slot.must_end_by:
             return Overdue(slot.task_id, "cancelled" if slot.is_cancelled else "hard_timeout")
-        if now >= cancels.get(slot.task_id, math.inf) and not slot.is_isolated:
+        if now >= cancels.get((slot.task_id, slot.token), math.inf) and not slot.is_isolated:
             return Overdue(slot.task_id, "cancelled")
     return None
 
@@ -159,6 +161,14 @@ class History:
         self.resting_until = now + pauses.after(self.failures, random.random())  # noqa: S311 - spreads load
         self.restarts += 1
         self.deaths = [*(each for each in self.deaths if each > now - restart.crash_loop_seconds), now]
+
+    def is_crash_loop(self, now: float, lived_seconds: float, restart: Restart) -> bool:
+        """So many deaths in so short a time; or so many in a row, however long it rests in between, until the one that
+        is there now has lived long enough.
+        """
+        most, pauses = restart.crash_loop_deaths, Pauses(restart.first_seconds, restart.longest_seconds)
+        is_dying = self.failures >= most and not pauses.forgives(lived_seconds, self.failures)
+        return is_dying or is_crash_loop(self.deaths, now, most=most, seconds=restart.crash_loop_seconds)
 
 
 # --- how children end ---

@@ -170,6 +170,8 @@ class Adopt:
 class Abandon:
     """The coming generation does not get ready: the old one stays."""
 
+    why: str | None = None  # None: one of it has died
+
 
 @dataclass(frozen=True, slots=True)
 class Leave:
@@ -239,8 +241,7 @@ def why_hung(limits: Limits, child: Child, now: float, *, awake_since: float = -
         return f"it has not started within {limits.boot_seconds:g} s" if seconds >= limits.boot_seconds else None
     if child.place.role == "web" or not child.is_ready:
         return None
-    is_patient = child.executing or child.place.role == "keeper"
-    allowed = limits.stall_seconds if is_patient else limits.hang_seconds
+    allowed = limits.stall_seconds if child.executing else limits.hang_seconds
     allowed += 0.0 if child.is_connected else limits.connect_seconds
     silent = now - max(child.beacon, child.born, awake_since)
     what = "its claim loop has stood still" if child.place.role == "worker" else "it has said nothing"
@@ -258,11 +259,12 @@ def _end(state: State, ending: Ending, now: float) -> Iterator[Action]:
     else:
         serving = (child for child in workers if child.stage == Stage.SERVING)
         yield from (Stop(child.number, "the daemon stops", ending.hurry_at, "shutdown") for child in serving)
-    if workers:
+    is_settling = _is_settling(state, ending, now)
+    if workers or is_settling:
         yield from _keep_keeper(state, now)
     elif not state.children:
         yield Leave()
-    elif not _is_settling(state, ending, now):
+    else:
         stop_by = now if ending.is_now else now + LEAVE_SECONDS
         others = (child for child in state.children if child.stage == Stage.SERVING)
         yield from (Stop(child.number, "the daemon stops", stop_by, "shutdown") for child in others)
@@ -284,22 +286,33 @@ def _keep_keeper(state: State, now: float) -> Iterator[Action]:
 
 def _serve(state: State, now: float) -> Iterator[Action]:
     if state.coming is not None:
-        yield from _reload(state, state.coming)
+        yield from _reload(state, state.coming, now)
     yield from _keep_up(state, now)
     yield from _recycle(state, now)
 
 
-def _reload(state: State, coming: Generation) -> list[Action]:
+def _reload(state: State, coming: Generation, now: float) -> list[Action]:
     """All of the new ones are ready before the first of the old ones stops. The web child is not among them: two of
     them cannot have one port.
     """
     new = [child for child in state.children if child.generation == coming.number]
-    if coming.has_failed:
-        return [*(Kill(child.number, "recycled") for child in new if child.stage < Stage.KILLED), Abandon()]
+    why = _why_late(state.limits, new, now)
+    if coming.has_failed or why is not None:
+        return [*(Kill(child.number, "recycled") for child in new if child.stage < Stage.KILLED), Abandon(why)]
     places = [place for place in coming.places() if place.role != "web"]
     missing = [place for place in places if not any(child.place == place for child in new)]
     is_ready = not missing and all(child.is_ready for child in new)
     return [Adopt()] if is_ready else [Spawn(place, coming.number) for place in missing]
+
+
+def _why_late(limits: Limits, new: Sequence[Child], now: float) -> str | None:
+    """Started, and not ready: a hook that does not end, or a database that is away. Nobody waits for ever for it."""
+    late = [child for child in new if not child.is_ready and now >= child.born + 2 * limits.boot_seconds]
+    return (
+        f"{late[0].place.role} {late[0].place.slot} is not ready {now - late[0].born:.0f} s after its start"
+        if late
+        else None
+    )
 
 
 def _keep_up(state: State, now: float) -> Iterator[Action]:

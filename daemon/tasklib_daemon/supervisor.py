@@ -45,7 +45,6 @@ from tasklib_daemon.plan import (
     Stage,
     State,
     Stop,
-    is_crash_loop,
     plan,
     why_hung,
 )
@@ -97,7 +96,7 @@ class Supervisor:
         self._born = 0
         self._histories: dict[Place, History] = {}
         self._reports: dict[str, CrashReport] = {}  # until they are settled
-        self._cancels: dict[UUID, float] = {}  # tasks that the keeper heard a cancel for: when they must have ended
+        self._cancels: dict[tuple[UUID, int], float] = {}  # runs that were asked to stop: when they must have ended
         self._keeper_says: Message = {}
         self._ending: Ending | None = None
         self._exit_code: int | None = None
@@ -292,7 +291,7 @@ class Supervisor:
                 kid.failure = Exit(_known_code(message.get("code")), str(message.get("message")))
             case "keeper", "cancel":
                 must_end_by = time.monotonic() + self.settings.library.timeout_delta_seconds
-                self._cancels.setdefault(uuid.UUID(message["task_id"]), must_end_by)
+                self._cancels.setdefault((uuid.UUID(message["task_id"]), int(message["token"])), must_end_by)
             case "keeper", "recovered":
                 self._reports.pop(str(message.get("worker_id")), None)
             case "keeper", "state":
@@ -365,8 +364,9 @@ class Supervisor:
         )  # fmt: skip
 
     def _report(self, kid: Kid, view: PageView, status: int, how: str) -> None:
-        """Nothing is told of one that never had a name, nor of one that has left in good order."""
-        if not view.worker_id or (status == 0 and not view.executing and not view.done):
+        """Nothing is told of one that never had a name, nor of one that has left in good order, as it was asked to."""
+        is_in_order = status == 0 and kid.stage != Stage.SERVING and not view.executing and not view.done
+        if not view.worker_id or is_in_order:
             return
         now, settings = time.monotonic(), self._settings[kid.generation]
         executing = [Executing(each.task_id, each.token, now - each.started) for each in view.executing]
@@ -388,13 +388,14 @@ class Supervisor:
         return kid.cause or "shutdown" if is_ours else "crash"
 
     def _count_failure(self, kid: Kid) -> None:
-        now = time.monotonic()
-        lived = now - kid.born if kid.is_ready else 0.0  # a long import is no life
-        self._histories.setdefault(kid.place, History()).add(now, lived, self.settings.restart)
         if self._coming is not None and kid.generation == self._coming.number:
             self._coming = replace(self._coming, has_failed=True)
             log.error("reload.failed", message=kid.failure and kid.failure.message, consequence="the old workers stay")
-        elif not self._has_started and kid.failure is not None and kid.failure.code in BOOT_ERRORS:
+            return  # its place is served, and has nothing to rest from
+        now = time.monotonic()
+        lived = now - kid.born if kid.is_ready else 0.0  # a long import is no life
+        self._histories.setdefault(kid.place, History()).add(now, lived, self.settings.restart)
+        if not self._has_started and kid.failure is not None and kid.failure.code in BOOT_ERRORS:
             self._give_up(kid.failure)
 
     def _give_up(self, failure: Exit) -> None:
@@ -420,8 +421,10 @@ class Supervisor:
                 self._kill(self._kids[number], cause, guilty)
             case Adopt():
                 self._adopt()
-            case Abandon():
+            case Abandon(why):
                 self._coming = None
+                if why is not None:  # else it was told already
+                    log.error("reload.failed", message=why, consequence="the old workers stay")
             case Leave():
                 self._has_left = True
 
@@ -505,10 +508,12 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old one serves
             log.error("reload.refused", error=str(error), consequence="nothing has changed")
             return
+        # What an operator has said since the start holds, unless the settings say something new.
+        workers = self._serving.workers if settings.workers == self.settings.workers else settings.workers
         self._generations += 1
         self._settings[self._generations] = settings
-        self._coming = Generation(self._generations, settings.workers, has_web=settings.web.port is not None)
-        log.info("reload.started", generation=self._generations, workers=settings.workers)
+        self._coming = Generation(self._generations, workers, has_web=settings.web.port is not None)
+        log.info("reload.started", generation=self._generations, workers=workers)
 
     def _reread(self) -> Settings:
         """Where the daemon is found stays as it was."""
@@ -557,13 +562,17 @@ class Supervisor:
         problems = [
             f"{_called(place)} died {restart.crash_loop_deaths} times or more within {restart.crash_loop_seconds:g} s"
             for place, history in self._histories.items()
-            if is_crash_loop(history.deaths, now, most=restart.crash_loop_deaths, seconds=restart.crash_loop_seconds)
+            if history.is_crash_loop(now, self._lived(place, now), restart)
         ]
         if problems and not self._problems:
             log.error("daemon.unhealthy", problems=problems)
         if self._problems and not problems:
             log.info("daemon.healthy")
         self._problems = problems
+
+    def _lived(self, place: Place, now: float) -> float:
+        """How long the one has served that is in this place now."""
+        return max((now - kid.born for kid in self._kids.values() if kid.place == place and kid.is_ready), default=0.0)
 
     def _log_stacks(self) -> None:
         for kid in self._kids.values():
@@ -618,8 +627,10 @@ class Supervisor:
 
     def _kid_status(self, kid: Kid) -> ChildStatus:
         now = time.monotonic()
-        why = why_hung(self._limits, kid.seen(self._cancels, now), now, awake_since=self._awake_since)
-        is_hung = kid.stage == Stage.ABORTED or why is not None
+        is_hung = kid.stage == Stage.ABORTED
+        if kid.stage == Stage.SERVING:  # one that drains claims nothing any more
+            seen = kid.seen(self._cancels, now)
+            is_hung = why_hung(self._limits, seen, now, awake_since=self._awake_since) is not None
         return kid.status(restarts=self._histories.get(kid.place, History()).restarts, is_hung=is_hung)
 
     # --- who is there ---

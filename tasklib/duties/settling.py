@@ -11,10 +11,12 @@ import psycopg
 from tasklib.connection import is_connection_lost
 from tasklib.log import log
 from tasklib.statements import settlement_json
+from tasklib.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
+    from uuid import UUID
 
     from tasklib.outcomes import HeldTask, Settlement
     from tasklib.statements import WorkerStatements
@@ -35,11 +37,16 @@ class Settling:
         self._statements = statements
 
     def settle(self, worker_id: str, decided: Sequence[Decided], now: datetime) -> int:
-        """How many were still the worker's."""
-        batches = (decided[start : start + MOST_AT_ONCE] for start in range(0, len(decided), MOST_AT_ONCE))
-        return sum(self._settle(worker_id, batch, now) for batch in batches)
+        """How many were still the worker's. Each attempt that ends so has its line in the log, as any other."""
+        settled: set[UUID] = set()
+        for start in range(0, len(decided), MOST_AT_ONCE):
+            settled |= self._settle(worker_id, decided[start : start + MOST_AT_ONCE], now)
+        for task, settlement, _ in decided:
+            if settlement.began and task.id in settled:
+                _tell(task, settlement, now)
+        return len(settled)
 
-    def _settle(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> int:
+    def _settle(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
         try:
             return self._send(worker_id, batch, now)
         except psycopg.errors.LockNotAvailable:
@@ -48,22 +55,32 @@ class Settling:
             if is_connection_lost(error):
                 raise
             if len(batch) > 1:
-                return sum(self._settle(worker_id, [each], now) for each in batch)
+                return {id_ for each in batch for id_ in self._settle(worker_id, [each], now)}
             task = batch[0].task
             log.error("task.unrecoverable", task=task.name, task_id=task.id, error=str(error).partition("\n")[0])
-            return 0
+            return set()
 
-    def _settle_unlocked(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> int:
+    def _settle_unlocked(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
         """Somebody holds a row: the others do not wait for it, and its turn comes again."""
         free = set(self._session.run(self._statements.unlocked([each.task.id for each in batch])))
         blocked = [str(each.task.id) for each in batch if each.task.id not in free]
         log.warning("recovery.blocked", tasks=blocked[:5], hint="who holds the row?")
         rest = [each for each in batch if each.task.id in free]
-        return self._settle(worker_id, rest, now) if rest else 0
+        return self._settle(worker_id, rest, now) if rest else set()
 
-    def _send(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> int:
+    def _send(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
         settled = [
             settlement_json(task, settlement, started_at=task.started_at, finished_at=now, seen=seen)
             for task, settlement, seen in batch
         ]
-        return len(self._session.run(self._statements.settle(worker_id, settled)))
+        return set(self._session.run(self._statements.settle(worker_id, settled)))
+
+
+def _tell(task: HeldTask, settlement: Settlement, now: datetime) -> None:
+    """The one line at the end of an attempt, which its worker cannot write any more."""
+    log.warning(
+        f"task.{str(settlement.outcome).lower()}", task=task.name, task_id=task.id, queue=task.queue,
+        attempt=task.attempt + (task.state != State.RUNNING), state=str(settlement.state), worker_id=task.worker_id,
+        seconds=round((now - task.started_at).total_seconds(), 4) if task.started_at else None,
+        error_code=settlement.problem and settlement.problem.code, due_at=settlement.due_at,
+    )  # fmt: skip

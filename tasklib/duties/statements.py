@@ -55,6 +55,10 @@ class KeeperStatements:
             self._crashes["held"], (worker_id,), lambda rows: [(HeldTask(*row[1:]), row[0]) for row in rows]
         )
 
+    def asked_to_stop(self, task_ids: Sequence[UUID]) -> Statement[list[tuple[UUID, int]]]:
+        """With the tokens of the runs that were."""
+        return Statement(self._crashes["asked_to_stop"], (list(task_ids),), list, is_change=False)
+
     def forget_claims(self, worker_id: str) -> Statement[None]:
         return Statement(self._crashes["forget_claims"], (worker_id,), lambda _: None)
 

@@ -26,6 +26,12 @@ where claim.worker_id = $1::text
 order by task.id;
 
 
+-- Which of these tasks somebody holds, and was asked to stop; with the token of that run.
+-- name: asked_to_stop
+select id, fencing_token from tasklib.tasks
+ where id = any($1::uuid[]) and cancel_asked_at is not null and state in ('claimed', 'running');
+
+
 -- All claims of one worker of whose tasks it holds none any more.
 -- name: forget_claims
 delete from tasklib.claims as claim

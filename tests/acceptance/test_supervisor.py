@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 import tasklib
 from tasklib import migrate
+from tasklib_daemon.exits import Exit
 from tests.daemons import daemon, is_alive
 from tests.waiting import wait_until
 from tests.working import get, wait_final
@@ -132,6 +134,14 @@ def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_u
         wait_until(lambda: made.status()["web"]["state"] == "ready", "a new web child")
         assert (get(client, task).state, get(client, task).attempt) == ("completed", 1)
 
+        made.ask("scale", workers=3)
+        wait_until(lambda: len(made.workers()) == 3, "three workers")
+        made.signal(signal.SIGHUP)
+        made.wait_for("reload.done", times=2)
+        new = [line["pid"] for line in made.lines("worker.spawned", generation=3)]
+        assert len(new) == 3, "what an operator has said holds"
+        wait_until(lambda: [each["pid"] for each in made.workers()] == new, "the second set")
+
         word.write_text("fail")
         made.signal(signal.SIGHUP)
         assert "the import fails on purpose" in made.wait_for("reload.failed")["message"]
@@ -141,6 +151,22 @@ def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_u
         assert [each["pid"] for each in made.workers()] == new
         assert wait_final(client, client.submit_task("echo", text="still here")).state == "completed"
         assert made.stop() == 0
+
+
+def test_one_that_drains_is_not_called_hung(client: tasklib.Client, database_url: str) -> None:
+    """It claims nothing any more, so its claim loop is silent. Called hung, nobody would renew its lease for it."""
+    with daemon(database_url, hang_seconds=0.5, stall_seconds=0.5) as made:
+        task = client.submit_task("nap", seconds=3.0)
+        wait_running(client, task)
+        made.ask("drain")
+        seen = []
+        while made.popen.poll() is None:
+            with contextlib.suppress(Exit):  # it has just gone
+                seen += [each["is_hung"] for each in made.status()["workers"] if each["pid"]]
+            time.sleep(0.2)
+        assert len(seen) > 5
+        assert not any(seen)
+        assert get(client, task).state == "completed"
 
 
 # --- logs of isolated tasks ---

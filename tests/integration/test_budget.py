@@ -89,6 +89,16 @@ def test_a_worker_tells_when_it_starts(small_server: EmbeddedPostgres, caplog: p
         wait_until(lambda: "connections.scarce" in caplog.text, "the warning")
 
 
+def test_what_it_has_opened_itself_does_not_count_twice(
+    small_server: EmbeddedPostgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All loops start together: some have their connection when this looks."""
+    budget = Budget(worker=4, listener=1, tasks=0, clients=12, waiter=0)
+    with contextlib.closing(Session(tasklib.Config(small_server.dsn), "claim")) as other:
+        other.connection()
+        assert scarcity(caplog, small_server.dsn, budget) == ""
+
+
 def test_a_role_without_privileges_counts_too(small_server: EmbeddedPostgres, caplog: pytest.LogCaptureFixture) -> None:
     """The sessions of others are hidden from it; their number is not."""
     with psycopg.connect(small_server.dsn, autocommit=True) as admin:

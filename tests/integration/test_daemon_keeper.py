@@ -461,11 +461,15 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
             wait_until(lambda: get(client, task).state == "completed", "it to be woken", seconds=3)
             slow = client.submit_task("keeper_nap")
             wait_until(lambda: get(client, slow).state == "running", "the slow one", seconds=3)
+            conn.execute("select pg_notify('task_cancel', %s)", [str(slow)])  # anybody may say so
+            conn.execute("select pg_notify('task_cancel', %s)", [str(task)])
             assert client.cancel_task(slow)
             wait_until(lambda: get(client, slow).state == "cancelled", "it to stop", seconds=3)
         finally:
             ear.stop()
-        assert {"say": "cancel", "task_id": str(slow)} in kept.said
+        said = [each for each in kept.said if each["say"] == "cancel"]
+        assert said
+        assert {(each["task_id"], each["token"]) for each in said} == {(str(slow), 1)}
 
 
 # --- what it does when elected ---

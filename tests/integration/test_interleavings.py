@@ -130,9 +130,16 @@ def test_a_claim_takes_what_is_still_ready(
 
 
 def test_a_reaped_task_goes_to_another_and_the_first_cannot_finish_it(
-    client: tasklib.Client, conn: Conn, quick: tasklib.Config, workers: Callable[[str], ManualWorker], job: Any
+    client: tasklib.Client,
+    conn: Conn,
+    quick: tasklib.Config,
+    workers: Callable[[str], ManualWorker],
+    job: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The stale worker's finish changes nothing, neither before nor after the other one's."""
+    """The stale worker's finish changes nothing, neither before nor after the other one's. The attempt that was cut
+    short has its line in the log.
+    """
     task_id = client.submit(job.new())
     a, b, grave = workers("a"), workers("b"), workers("grave")
     first = claim_one(a)
@@ -141,6 +148,8 @@ def test_a_reaped_task_goes_to_another_and_the_first_cannot_finish_it(
     kill(conn, a)
     reaper.run_once()
     assert (get(client, task_id).state, get(client, task_id).suspect) == ("pending", True)
+    (line,) = [record.getMessage() for record in caplog.records if "task.worker_failure" in record.getMessage()]
+    assert f"task_id={task_id}" in line
     second = claim_one(b)
     assert second.held.fencing_token == first.held.fencing_token + 1
     assert a.finish(first) is False

@@ -392,7 +392,8 @@ def test_a_row_that_somebody_else_swallows_is_an_error(conn: Conn, client: taskl
     """A trigger that is not ours: nobody is told that a task was submitted which is not there."""
     conn.execute("""
         create function swallow() returns trigger language plpgsql as $$ begin return null; end $$;
-        create trigger swallow before insert on tasklib.tasks for each row when (new.name = 'b') execute function swallow()
+        create trigger swallow before insert on tasklib.tasks
+            for each row when (new.name = 'b') execute function swallow()
     """)
     function = {name: tasklib.task(name=name)(lambda: None) for name in "ab"}
     news = [function[name].options(idempotency_key=key and key + name).new() for name in "ab"]

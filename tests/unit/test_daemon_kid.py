@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import signal
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from tasklib_daemon.kid import History, how_it_ended
+from tasklib_daemon.kid import History, _overdue, how_it_ended
+from tasklib_daemon.page import PageSlot
+from tasklib_daemon.plan import Overdue
 from tasklib_daemon.settings import Restart
 
 
@@ -41,3 +47,23 @@ def test_a_place_rests_longer_after_each_death_in_a_row() -> None:
     history.add(1000.0, lived_seconds=900.0, restart=restart)
     assert history.resting_until - 1000.0 <= 0.1 + 1e-9
     assert (history.restarts, history.deaths) == (5, [1000.0])
+
+
+def test_a_crash_loop_lasts_until_somebody_has_lived() -> None:
+    """However long the place rests in between: with pauses of half a minute there are never five in a minute."""
+    history, restart = History(), Restart(longest_seconds=30.0, crash_loop_deaths=5, crash_loop_seconds=60.0)
+    for number in range(8):
+        history.add(100.0 * number, lived_seconds=0.0, restart=restart)
+        assert history.is_crash_loop(100.0 * number, 0.0, restart) == (number >= 4)
+    later = 1000.0
+    assert history.is_crash_loop(later, 1.0, restart)
+    assert not history.is_crash_loop(later, 40.0, restart)
+
+
+def test_a_cancel_is_for_one_run() -> None:
+    """One that was asked to stop, and was retried, is not killed for that when it runs again."""
+    task_id = uuid4()
+    view: Any = SimpleNamespace(executing=[PageSlot(task_id, 2, 0.0, math.inf, is_cancelled=False, is_isolated=False)])
+    assert _overdue(view, {(task_id, 1): 5.0}, 10.0) is None
+    assert _overdue(view, {(task_id, 2): 5.0}, 10.0) == Overdue(task_id, "cancelled")
+    assert _overdue(view, {(task_id, 2): 15.0}, 10.0) is None

@@ -137,6 +137,16 @@ def test_the_old_ones_stay_if_a_new_one_fails() -> None:
     assert follows(seen) == [Kill(3, "recycled"), Kill(4, "recycled"), Abandon()]
 
 
+def test_the_old_ones_stay_if_a_new_one_is_never_ready() -> None:
+    """A hook that does not end: the next reload must be possible, and recycling."""
+    late = booting(3, is_booted=True, generation=2, born=NOW)
+    seen = reloading(late, serving(4, KEEPER, generation=2))
+    told = "worker 1 is not ready 120 s after its start"
+    assert not any(isinstance(each, Abandon) for each in follows(seen, NOW + 2 * LIMITS.boot_seconds - 1))
+    wanted = {Kill(3, "recycled"), Kill(4, "recycled"), Abandon(told)}
+    assert wanted <= {*follows(seen, NOW + 2 * LIMITS.boot_seconds)}
+
+
 def test_an_old_one_that_dies_meanwhile_is_replaced() -> None:
     """A reload that takes long, for the database is away, leaves no gap."""
     seen = reloading(booting(3, generation=2), booting(4, KEEPER, generation=2), old=())
@@ -294,9 +304,9 @@ def test_a_claim_loop_that_stands_still_is_a_hang(values: dict[str, Any], silent
 
 def test_a_keeper_that_says_nothing_is_a_hang() -> None:
     """It says how it is every second, whether or not there is a database. A web child has nothing to say."""
-    silent = serving(2, KEEPER, beacon=NOW - LIMITS.stall_seconds)
-    assert follows(state(serving(1), silent)) == [Abort(2, "it has said nothing for 60.0 s")]
-    assert follows(state(serving(1), replace(silent, beacon=NOW - 59))) == []
+    silent = serving(2, KEEPER, beacon=NOW - LIMITS.hang_seconds)
+    assert follows(state(serving(1), silent)) == [Abort(2, "it has said nothing for 15.0 s")]
+    assert follows(state(serving(1), replace(silent, beacon=NOW - 14))) == []
     web = serving(3, WEB, beacon=0.0)
     seen = State(serving=Generation(1, 1), children=[serving(1), serving(2, KEEPER), web])
     assert follows(seen) == []
@@ -372,6 +382,9 @@ def test_the_keeper_settles_what_killed_workers_held() -> None:
     seen = ending(serving(3, KEEPER), workers_gone_at=NOW, has_reports=True)
     assert follows(seen, NOW + SETTLE_SECONDS - 0.1) == []
     assert [type(each) for each in follows(seen, NOW + SETTLE_SECONDS)] == [Stop]
+    dead = ending(workers_gone_at=NOW, has_reports=True)
+    assert follows(dead, NOW + 1) == [Spawn(KEEPER, 1)], "the one that was there has died, and nobody else knows"
+    assert follows(dead, NOW + SETTLE_SECONDS) == [Leave()]
 
 
 def test_quit_is_now() -> None:

@@ -300,6 +300,7 @@ def test_each_kind_of_end_has_a_code_of_its_own() -> None:
     assert exit_for(InvalidConfig("x")).code == ExitCode(78)
     assert exit_for(tasklib.errors.SchemaOutdated("x")).code == ExitCode(76)
     assert exit_for(Exit(ExitCode.IMPORT, "x")).code == ExitCode(70)
+    assert exit_for(tasklib.InvalidTaskDefinition("x")).code == ExitCode(70)
     assert exit_for(ValueError("x")).code == ExitCode(1)
     assert len(set(ExitCode)) == len(ExitCode)
     assert one_line(ValueError("two\n  lines")) == "ValueError: two lines"
