@@ -259,6 +259,10 @@ class Scene:
             str(line.get("event")) for line in self.lines if line.get("level") in {"warning", "error", "critical"}
         )
         self.problems += [f"a daemon said {event}, {said[event]} times" for event in BAD_EVENTS if said[event]]
+        for bad in [line for line in self.lines if line.get("event") in BAD_EVENTS][:3]:
+            about = [line for line in self.lines if bad.get("pid") in {line.get("pid"), line.get("process_id")}]
+            for line in about[-20:]:
+                say(str(line)[:2_000])
         say(f"daemons said: {dict(sorted(loud.items()))}")
 
     def _counts(self, query: str) -> dict[Any, int]:
