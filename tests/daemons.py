@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])  # of this tree, whichever is installed
 
 TASKLIBD = ("-m", "tasklib_daemon", "run", "--config")  # as users start it
 
@@ -146,7 +147,7 @@ def daemon(
         with (directory / "log").open("wb") as log:
             popen = subprocess.Popen(
                 [*wrapper, sys.executable, *program, str(directory / "daemon.toml")],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environment or {})}, cwd=ROOT,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         made = Daemon(popen, directory)
