@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import psycopg
@@ -27,6 +28,7 @@ from tasklib_daemon.bell import Ear
 from tasklib_daemon.channel import Channel
 from tasklib_daemon.crashes import CrashReport, Done, Executing, Recoveries
 from tasklib_daemon.keeper import Keeper
+from tests.history import keep
 from tests.keeper_worker import keeper_nap, worker_process
 from tests.waiting import wait_until
 from tests.working import ManualWorker, get, grown_up_reaper, running
@@ -473,6 +475,20 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
 
 
 # --- what it does when elected ---
+
+
+def test_the_elected_expires_and_prunes(
+    own: Callable[..., Settings], client: tasklib.Client, config: tasklib.Config, conn: Conn
+) -> None:
+    """As the retention of the settings says: what is completed, and what has failed, each after its own time."""
+    task = client.submit_task("keeper_work", expires_at=datetime.now(UTC) + timedelta(seconds=0.2))
+    completed = [keep(conn, "completed", days_ago) for days_ago in (3, 1)]
+    failed = [keep(conn, "failed", days_ago) for days_ago in (5, 3)]
+    with Kept(own(retention={"completed_days": 2, "failed_days": 4})):
+        wait_until(lambda: get(client, task).state == "expired", "its expiry")
+        gone = [completed[0], failed[0]]
+        wait_until(lambda: not any(client.get_task(each) for each in gone), "what is old to go")
+        assert all(client.get_task(each) for each in (completed[1], failed[1]))
 
 
 def test_names_that_nobody_serves_are_told(
