@@ -78,8 +78,14 @@ def configure(settings: Settings, process: str = "supervisor") -> None:
 
 
 def configure_isolated(*plan: Any) -> None:
-    """In the fork server of a worker, and again in each of its children: the file may have been renamed meanwhile."""
-    reopen() if _sink is not None else _follow(Plan(*plan))
+    """In the fork server of a worker, and again in each of its children: the file may have been renamed meanwhile, and
+    the application may have set up logging.
+    """
+    if _sink is None:
+        _follow(Plan(*plan))
+    else:
+        reopen()
+        revive()
 
 
 def _follow(plan: Plan) -> None:
