@@ -373,12 +373,14 @@ def test_frozen_time_stands_still(tasklib_queue: Queue) -> None:
 def test_what_was_initialised_before_is_again_afterwards(config: tasklib.Config, client: tasklib.Client) -> None:
     """An application, Django's for example, that called `init` long before the test."""
     tasklib.init(config)
+    queue = Queue(config)
     try:
-        with Queue(config) as queue:
+        with queue:
             add.submit_sync(1)
             assert len(queue.submitted()) == 1
         assert client.get_task(add.submit_sync(2)) is not None
     finally:
+        queue.close()
         tasklib.close()
 
 
