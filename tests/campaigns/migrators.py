@@ -69,7 +69,11 @@ def state_of(url: str) -> tuple[str, int]:
     with psycopg.connect(url, autocommit=True) as conn:
         _wait_for_dead_backends(conn)
         schema = migrate.describe(conn, "tasklib")
-        row = conn.execute("select count(*) from pg_locks where locktype = 'advisory'").fetchone()
+        row = conn.execute(
+            """select count(*) from pg_locks
+                where locktype = 'advisory'
+                  and database = (select oid from pg_database where datname = current_database())"""
+        ).fetchone()
     assert row is not None
     return schema, row[0]
 
