@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -221,8 +221,11 @@ class _ProcessPools:
 class _LoopPool:
     """An async pool that closes with its event loop, also when nobody says so.
 
-    asyncio ends a loop's async generators last of all: this one's `finally` is our notice.
+    asyncio ends a loop's async generators last of all: this one's `finally` is our notice. Until then it is kept: the
+    collector would take the pool's own tasks with it, and leave connections open.
     """
+
+    _kept: ClassVar[dict[_LoopPool, asyncio.AbstractEventLoop]] = {}
 
     def __init__(self, conninfo: str, size: int) -> None:
         self.pool: AsyncConnectionPool[WatchedConnection] = AsyncConnectionPool(
@@ -276,10 +279,15 @@ class _LoopPool:
         await self._lifetime.aclose()
 
     async def _open_until_closed(self) -> AsyncGenerator[None, None]:
+        for pool, loop in list(self._kept.items()):
+            if loop.is_closed():  # by somebody who did not end its generators
+                self._kept.pop(pool, None)
+        self._kept[self] = asyncio.get_running_loop()
         await self.pool.open()
         try:
             yield
         finally:
+            self._kept.pop(self, None)
             self._is_open = False
             # The end of a loop has cancelled the pool's own tasks by now: then it forgets what it holds.
             with contextlib.suppress(asyncio.CancelledError):

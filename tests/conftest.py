@@ -16,6 +16,7 @@ import tasklib
 from tasklib import migrate
 from tasklib.registry import default_registry
 from tests.pooler import pgbouncer
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -84,12 +85,28 @@ def migrated_url(new_database: NewDatabase) -> str:
 
 
 @pytest.fixture
-def database_url(migrated_url: str) -> str:
-    """A migrated database with no tasks in it."""
+def database_url(migrated_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A migrated database with no tasks in it. A test that leaves a connection open in it fails, not the one after."""
     with psycopg.connect(migrated_url, autocommit=True) as conn:
         for table in ("tasks", "claims", "workers", "elections", "worker_states"):
             conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
-    return migrated_url
+    yield migrated_url
+    if not os.environ.get("TASKLIB_TEST_POOLER") and "pooler" not in request.fixturenames:
+        with psycopg.connect(migrated_url, autocommit=True) as conn:
+            _all_are_closed(conn)
+
+
+def _all_are_closed(conn: Conn) -> None:
+    try:
+        wait_until(lambda: conn.execute(_OPEN).fetchone() is None, "the test's connections to be closed", seconds=10)
+    finally:
+        conn.execute(f"select pg_terminate_backend(pid) from ({_OPEN}) as still_open")
+
+
+_OPEN = """
+select pid from pg_stat_activity
+ where datname = current_database() and application_name like 'tasklib%' and pid <> pg_backend_pid()
+"""
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tasklib_daemon.stacks import Stacks
     from tasklib_daemon.status import ChildState, ChildStatus
 
-    Cancels = Mapping[tuple[UUID, int], float]  # runs, by task and token, that were asked to stop: when they must have
+    Cancels = Mapping[tuple[UUID, int], float]  # runs (task, token) asked to stop: by when they must have ended
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -110,6 +111,22 @@ def test_a_loop_that_ends_leaves_no_connection(config: tasklib.Config, conn: Con
     for _ in range(2):
         asyncio.run(submit())
         wait_until(lambda: conn.execute(opened).fetchone() is None, "all to be closed")
+
+
+@pytest.mark.direct("counts backends, which a pooler keeps")
+async def test_a_client_that_is_forgotten_keeps_no_connection_beyond_its_loop(
+    config: tasklib.Config, task: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its pool has open ends in order, with the loop: the collector does not take it half away before that.
+    (Connections that are left are looked for after every test.)
+    """
+    client = tasklib.AsyncClient(config)
+    await asyncio.gather(*(client.submit(task.new(n)) for n in range(5)))
+    del client
+    gc.collect()
+    await asyncio.sleep(0)  # a generator that the collector has found would be closed now
+    gc.collect()
+    assert not [each for each in caplog.records if each.name == "asyncio"]
 
 
 def test_a_pool_of_dead_connections_costs_no_time(config: tasklib.Config, conn: Conn, task: Any) -> None:

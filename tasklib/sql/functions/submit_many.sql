@@ -75,7 +75,7 @@ begin
             return query select place, given, false from unnest(ids) with ordinality as numbered (given, place);
             return;
         exception when unique_violation then
-            null;  -- below, row by row
+            null;  -- below, with a look at what is there
         end;
     end if;
 
