@@ -199,10 +199,15 @@ class Settlement(NamedTuple):
         return self.outcome is not None
 
 
+def succeeded(outcome: Completed) -> Settlement:
+    """Whatever was asked for in the meantime: the work has been done."""
+    return Settlement(State.COMPLETED, "COMPLETED", None, None, outcome.result)
+
+
 def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Settlement:  # noqa: PLR0911 - one for each outcome
     """What becomes of the task. Complete: every outcome has its answer, whatever the task's state."""
     if isinstance(outcome, Completed):
-        return Settlement(State.COMPLETED, "COMPLETED", result=outcome.result)
+        return succeeded(outcome)
     if task.cancel_asked_at is not None:
         return _cancelled_on_request(task, outcome)
     match outcome:

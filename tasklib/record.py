@@ -61,6 +61,7 @@ class Task:
     due_at: datetime | None
     cancel_asked_at: datetime | None
     strikes: int
+    completed_by: str | None  # the worker that ran the attempt by which it succeeded
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Task:

@@ -46,6 +46,12 @@ class Plan:
     def kinds(self) -> set[str]:
         return {node["Node Type"] for node in _nodes(self._root)}
 
+    @property
+    def sorted_rows(self) -> float:
+        """The most that one of its sorts had to put in order."""
+        sorts = (node for node in _nodes(self._root) if node["Node Type"] in ("Sort", "Incremental Sort"))
+        return max((node["Actual Rows"] * node["Actual Loops"] for node in sorts), default=0)
+
     def _scans(self, table: str) -> Iterator[Node]:
         for node in _nodes(self._root):
             if node.get("Relation Name") == table and node["Node Type"].endswith("Scan"):

@@ -110,7 +110,7 @@ class ManualWorker:
         outcome = Completed('{"value": 1}') if outcome is None else outcome
         if by == "complete":
             assert isinstance(outcome, Completed)
-            row = (claimed.held.id, claimed.held.fencing_token, now, now, outcome.result)
+            row = (claimed.held.id, claimed.held.fencing_token, now.timestamp(), now.timestamp(), outcome.result)
             return bool(self.session.run(self.statements.complete(self.id, [row], [claimed.claim_id])))
         settlement = decide(claimed.held, outcome, now, rules or Rules())
         json = settlement_json(claimed.held, settlement, started_at=now - timedelta(milliseconds=1), finished_at=now)

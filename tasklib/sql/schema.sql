@@ -8,20 +8,38 @@
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
 -- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
--- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public a71835af5324f6766d48d9ad205c6650
+-- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public 1647e6806bc2bd6b58558bff274c4dee
+-- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
--- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 0b2c3f1371e9a59010436820585374a6
+-- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public b55e37c615ec3c1e004bd2561eb8948a
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
 -- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 9d586bffb8c4531a515467e89f951ca6
 -- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 2aae641dd0c9b314ee13e038571fae0f
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
--- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public 73290ec3ab5a5b71e3e71dd0c8e82449
+-- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b2890be0336614262ceb121f6b119037
 -- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 95a041f63d288534fea267a94a6b5984
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
+-- table attempts column attempt integer not null default null
+-- table attempts column error_code text default null
+-- table attempts column error_message text default null
+-- table attempts column failed_reason text default null
+-- table attempts column fencing_token bigint not null default null
+-- table attempts column finished_at timestamp with time zone not null default null
+-- table attempts column outcome text not null default null
+-- table attempts column started_at timestamp with time zone not null default null
+-- table attempts column task_id uuid not null default null
+-- table attempts column will_retry boolean not null default null
+-- table attempts column worker_hostname text default null
+-- table attempts column worker_id text not null default null
+-- table attempts column worker_pid integer default null
+-- table attempts column worker_process_name text default null
+-- table attempts constraint attempts_outcome_known CHECK ((outcome = ANY (ARRAY['COMPLETED'::text, 'FAILED'::text, 'WORKER_FAILURE'::text, 'TIMED_OUT'::text, 'CANCELLED'::text, 'SNOOZED'::text, 'INTERRUPTED'::text, 'LEASE_LOST'::text])))
+-- table attempts constraint attempts_pkey PRIMARY KEY (task_id, attempt)
+-- table attempts index CREATE UNIQUE INDEX attempts_pkey ON tasklib.attempts USING btree (task_id, attempt)
 -- table claims column id bigint not null default null
 -- table claims column locked_until timestamp with time zone not null default null
 -- table claims column task_ids uuid[] not null default null
@@ -45,28 +63,13 @@
 -- table schema_migrations constraint schema_migrations_phase_known CHECK ((phase = ANY (ARRAY['pre'::text, 'post'::text, 'functions'::text])))
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
 -- table schema_migrations index CREATE UNIQUE INDEX schema_migrations_pkey ON tasklib.schema_migrations USING btree (version)
--- table task_attempts column attempt integer not null default null
--- table task_attempts column error_code text default null
--- table task_attempts column error_message text default null
--- table task_attempts column failed_reason text default null
--- table task_attempts column fencing_token bigint not null default null
--- table task_attempts column finished_at timestamp with time zone not null default null
--- table task_attempts column outcome text not null default null
--- table task_attempts column started_at timestamp with time zone not null default null
--- table task_attempts column task_id uuid not null default null
--- table task_attempts column will_retry boolean not null default null
--- table task_attempts column worker_hostname text default null
--- table task_attempts column worker_id text not null default null
--- table task_attempts column worker_pid integer default null
--- table task_attempts column worker_process_name text default null
--- table task_attempts constraint task_attempts_outcome_known CHECK ((outcome = ANY (ARRAY['COMPLETED'::text, 'FAILED'::text, 'WORKER_FAILURE'::text, 'TIMED_OUT'::text, 'CANCELLED'::text, 'SNOOZED'::text, 'INTERRUPTED'::text, 'LEASE_LOST'::text])))
--- table task_attempts constraint task_attempts_pkey PRIMARY KEY (task_id, attempt)
--- table task_attempts index CREATE UNIQUE INDEX task_attempts_pkey ON tasklib.task_attempts USING btree (task_id, attempt)
+-- table task_attempts trigger CREATE TRIGGER keep_attempt INSTEAD OF INSERT ON tasklib.task_attempts FOR EACH ROW EXECUTE FUNCTION tasklib.keep_attempt()
 -- table tasks column args tasklib.task_args not null default '{}'::jsonb
 -- table tasks column attempt integer not null default 0
 -- table tasks column cancel_asked_at timestamp with time zone default null
 -- table tasks column claimed_at timestamp with time zone default null
 -- table tasks column completed_at timestamp with time zone default null
+-- table tasks column completed_by tasklib.runner default null
 -- table tasks column crash_count integer not null default 0
 -- table tasks column created_at tasklib.moment not null default clock_timestamp()
 -- table tasks column due_at tasklib.moment default null
@@ -83,7 +86,7 @@
 -- table tasks column next_retry_at tasklib.moment default null
 -- table tasks column on_crash text not null default 'retry'::text
 -- table tasks column parent_id uuid default null
--- table tasks column payload_digest bytea generated CASE WHEN (idempotency_key IS NOT NULL) THEN tasklib.payload_digest((name)::text, (args)::jsonb, (kwargs)::jsonb) ELSE NULL::bytea END
+-- table tasks column payload_digest bytea default null
 -- table tasks column pending_parents integer not null default 0
 -- table tasks column priority integer not null default 0
 -- table tasks column progress jsonb default null
@@ -107,20 +110,12 @@
 -- table tasks column trace_headers jsonb default null
 -- table tasks column worker_id text default null
 -- table tasks column workflow_id uuid default null
--- table tasks constraint tasks_completed_at_final CHECK (((completed_at IS NOT NULL) = ((state = ANY (ARRAY['completed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])) OR ((state = 'failed'::text) AND (next_retry_at IS NULL)))))
--- table tasks constraint tasks_counts_whole CHECK (((LEAST(retry_count, max_retries, attempt, crash_count, pending_parents) >= 0) AND (fencing_token >= 0)))
--- table tasks constraint tasks_error_code_told CHECK (((error_code IS NOT NULL) OR (state <> ALL (ARRAY['failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text]))))
--- table tasks constraint tasks_lease_numbered CHECK (((state <> ALL (ARRAY['claimed'::text, 'running'::text])) OR (fencing_token > 0)))
--- table tasks constraint tasks_lease_whole CHECK ((num_nonnulls(worker_id, claimed_at, locked_until) = CASE WHEN (state = ANY (ARRAY['claimed'::text, 'running'::text])) THEN 3 ELSE 0 END))
+-- table tasks constraint tasks_counts_whole CHECK (((retry_count >= 0) AND (max_retries >= 0) AND (attempt >= 0) AND (crash_count >= 0) AND (strikes >= 0) AND (pending_parents >= 0) AND (fencing_token >= 0))) NOT VALID
 -- table tasks constraint tasks_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
 -- table tasks constraint tasks_pkey PRIMARY KEY (id)
--- table tasks constraint tasks_ready_waits CHECK (((NOT ready) OR ((pending_parents = 0) AND ((state = 'pending'::text) OR ((state = 'failed'::text) AND (next_retry_at IS NOT NULL))))))
--- table tasks constraint tasks_resolution_whole CHECK (((num_nonnulls(resolved_at, resolved_by) = ANY (ARRAY[0, 2])) AND ((resolution_note IS NULL) OR (resolved_at IS NOT NULL)) AND ((resolved_at IS NULL) OR ((state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)))))
--- table tasks constraint tasks_retry_only_failed CHECK (((next_retry_at IS NULL) OR (state = 'failed'::text)))
--- table tasks constraint tasks_state_known CHECK ((state = ANY (ARRAY['pending'::text, 'claimed'::text, 'running'::text, 'completed'::text, 'failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])))
--- table tasks constraint tasks_strikes_whole CHECK ((strikes >= 0))
+-- table tasks constraint tasks_resolution_whole CHECK ( CASE WHEN (resolved_at IS NULL) THEN ((resolved_by IS NULL) AND (resolution_note IS NULL)) ELSE ((resolved_by IS NOT NULL) AND (state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)) END) NOT VALID
+-- table tasks constraint tasks_state_whole CHECK ( CASE WHEN ((state = 'claimed'::text) OR (state = 'running'::text)) THEN ((worker_id IS NOT NULL) AND (claimed_at IS NOT NULL) AND (locked_until IS NOT NULL) AND (fencing_token > 0) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL) AND (completed_at IS NULL)) WHEN ((worker_id IS NOT NULL) OR (claimed_at IS NOT NULL) OR (locked_until IS NOT NULL)) THEN false WHEN (state = 'completed'::text) THEN ((completed_at IS NOT NULL) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL)) WHEN ((state = 'pending'::text) OR ((state = 'failed'::text) AND (next_retry_at IS NOT NULL))) THEN ((completed_at IS NULL) AND ((NOT ready) OR (pending_parents = 0)) AND ((due_at IS NOT NULL) OR ((expires_at IS NULL) AND (ready OR (pending_parents > 0)))) AND CASE state WHEN 'pending'::text THEN (next_retry_at IS NULL) ELSE (error_code IS NOT NULL) END) WHEN (state = ANY (ARRAY['failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])) THEN ((completed_at IS NOT NULL) AND (error_code IS NOT NULL) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL)) ELSE false END) NOT VALID
 -- table tasks constraint tasks_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds < 'Infinity'::double precision)))
--- table tasks constraint tasks_waits_for_something CHECK ( CASE WHEN ((state = 'pending'::text) OR (next_retry_at IS NOT NULL)) THEN ((due_at IS NOT NULL) OR ((expires_at IS NULL) AND (ready OR (pending_parents > 0)))) ELSE (due_at IS NULL) END)
 -- table tasks index CREATE INDEX tasks_claim ON tasklib.tasks USING btree (queue, priority DESC, created_at, id) WHERE ready
 -- table tasks index CREATE INDEX tasks_due ON tasklib.tasks USING btree (due_at) WHERE (due_at IS NOT NULL)
 -- table tasks index CREATE INDEX tasks_unsuccessful ON tasklib.tasks USING btree (id) WHERE (error_code IS NOT NULL)
@@ -128,7 +123,7 @@
 -- table tasks index CREATE UNIQUE INDEX tasks_pkey ON tasklib.tasks USING btree (id)
 -- table tasks trigger CREATE TRIGGER forget_attempts AFTER DELETE ON tasklib.tasks REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.forget_attempts()
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
--- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
+-- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.idempotency_key IS NOT NULL) OR (new.payload_digest IS NOT NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
 -- table tasks trigger CREATE TRIGGER tell_done AFTER UPDATE OF completed_at ON tasklib.tasks FOR EACH ROW WHEN (((old.completed_at IS NULL) AND (new.completed_at IS NOT NULL))) EXECUTE FUNCTION tasklib.tell_done()
 -- table worker_states column cluster_wide_cap integer default null
 -- table worker_states column cpu_percent double precision default null
@@ -167,4 +162,6 @@
 -- table workers column worker_id text not null default null
 -- table workers constraint workers_pkey PRIMARY KEY (worker_id)
 -- table workers index CREATE UNIQUE INDEX workers_pkey ON tasklib.workers USING btree (worker_id)
+-- view folded_attempts SELECT id AS task_id, fencing_token, started_at, completed_at AS finished_at, attempt, (completed_by).pid AS worker_pid, false AS will_retry, 'COMPLETED'::text AS outcome, (completed_by).worker_id AS worker_id, (completed_by).hostname AS worker_hostname, (completed_by).process_name AS worker_process_name, NULL::text AS error_code, NULL::text AS error_message, NULL::text AS failed_reason FROM tasklib.tasks WHERE ((completed_by).worker_id IS NOT NULL);
 -- view heartbeats SELECT task.id AS task_id, worker.worker_id AS sender_id, CASE task.state WHEN 'running'::text THEN 'runner'::text ELSE 'claimer'::text END AS role, worker.renewed_at AS sent_at, worker.hostname, worker.pid FROM (((tasklib.workers worker JOIN tasklib.claims claim USING (worker_id)) CROSS JOIN LATERAL unnest(claim.task_ids) held(task_id)) JOIN tasklib.tasks task ON (((task.id = held.task_id) AND (task.worker_id = worker.worker_id))));
+-- view task_attempts SELECT attempts.task_id, attempts.fencing_token, attempts.started_at, attempts.finished_at, attempts.attempt, attempts.worker_pid, attempts.will_retry, attempts.outcome, attempts.worker_id, attempts.worker_hostname, attempts.worker_process_name, attempts.error_code, attempts.error_message, attempts.failed_reason FROM tasklib.attempts UNION ALL SELECT folded_attempts.task_id, folded_attempts.fencing_token, folded_attempts.started_at, folded_attempts.finished_at, folded_attempts.attempt, folded_attempts.worker_pid, folded_attempts.will_retry, folded_attempts.outcome, folded_attempts.worker_id, folded_attempts.worker_hostname, folded_attempts.worker_process_name, folded_attempts.error_code, folded_attempts.error_message, folded_attempts.failed_reason FROM tasklib.folded_attempts;

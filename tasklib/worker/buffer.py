@@ -6,6 +6,7 @@ stop, or before claims were checked after a reconnect. All under one lock; runne
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -136,6 +137,11 @@ class Buffer:
         with self._lock:
             return self._take(is_coroutine)
 
+    def take_all(self) -> list[Execution]:
+        """All coroutines that may start now."""
+        with self._lock:
+            return list(iter(functools.partial(self._take, is_coroutine=True), None))
+
     def wait_and_take(self) -> Execution | None:
         """For threads. None: the buffer is closed."""
         with self._lock:
@@ -157,13 +163,17 @@ class Buffer:
             missing = min(runnable, self.concurrency) - self._idle_threads
             return max(min(missing, self.concurrency - threads), 0)
 
-    def done(self, execution: Execution, seconds: float) -> None:
-        """It has ended; it is held until that is committed."""
+    def done(self, ended: Collection[tuple[Execution, float]]) -> None:
+        """They have ended, after so many seconds each; they are held until that is committed."""
+        if not ended:
+            return
         with self._lock:
-            self._executing.pop(execution, None)
-            self._is_stuck = False
             average = self._average_seconds
-            self._average_seconds = seconds if average is None else average + (seconds - average) * 0.05
+            for execution, seconds in ended:
+                self._executing.pop(execution, None)
+                average = seconds if average is None else average + (seconds - average) * 0.05
+            self._average_seconds = average
+            self._is_stuck = False
             after = self._after_end(execution.is_coroutine)
         for each in after:
             each()

@@ -19,7 +19,16 @@ from tasklib.duties.reaper import Reaper
 from tasklib.duties.rota import Rota
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log, logger
-from tasklib.outcomes import CancelInterrupt, Interrupted, Rules, Settlement, StopInterrupt, decide
+from tasklib.outcomes import (
+    CancelInterrupt,
+    Completed,
+    Interrupted,
+    Rules,
+    Settlement,
+    StopInterrupt,
+    decide,
+    succeeded,
+)
 from tasklib.retry import Exponential
 from tasklib.statements import WorkerStatements
 from tasklib.states import State
@@ -32,14 +41,14 @@ from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
 from tasklib.worker.processes import Processes
-from tasklib.worker.runners import CoroutineRunner, ThreadRunner
+from tasklib.worker.runners import CoroutineRunner, Report, ThreadRunner
 from tasklib.worker.session import Session
 from tasklib.worker.surroundings import WorkerSurroundings, describe
 from tasklib.worker.transactions import Transactions
 from tasklib.worker.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -103,7 +112,7 @@ class Crew:
         self.transactions = Transactions(
             config, statements, self._clock, self._decide, self.finisher.take_progress, witness=witness
         )
-        runs = (self.buffer, self.begin, self.report, self._describe, self.transactions)
+        runs = (self.buffer, self.begin, self.report_all, self._describe, self.transactions)
         self.processes = Processes(config, self._clock, self._note_progress, stop_asked, witness)
         self.threads = ThreadRunner(*runs, processes=self.processes)
         self.coroutines = CoroutineRunner(*runs, new_loop=options.new_loop)
@@ -145,9 +154,9 @@ class Crew:
 
     def begin(self, execution: Execution) -> bool:
         """False: it is too late to start it."""
-        if not execution.is_marked and execution.is_late(self._clock.now()):
+        if execution.task.expires_at is not None and not execution.is_marked and execution.is_late(self._clock.now()):
             return False
-        execution.begin(execution.started_at or self._clock.now(), self._config.timeout_delta_seconds)
+        execution.begin(self._config.timeout_delta_seconds)
         self._witness.began(execution)
         if self.finisher.is_resting and not execution.is_marked:
             self.loops["finish"].wake()
@@ -165,15 +174,29 @@ class Crew:
 
     def report(self, execution: Execution, outcome: Outcome) -> None:
         """An execution has ended, or will not begin."""
-        now = self._clock.now()
-        seconds = max(time.monotonic() - execution.started, 0.0)
-        settlement = self._decide(execution, outcome, now)
-        self._witness.ended(execution)  # before somebody else can settle it
-        self.finisher.add(execution, settlement, now)
-        self.buffer.done(execution, seconds) if settlement.began else self.buffer.dropped(execution)
+        self.report_all([Report(execution, outcome, time.monotonic())])
+
+    def report_all(self, reports: Sequence[Report]) -> None:
+        """Those of one turn of the tasks' event loop: what is done for all of them together costs each one little."""
+        done: list[tuple[Execution, float]] = []
+        reading = self._clock.reading
+        is_told = logger.isEnabledFor(logging.INFO)
+        for execution, outcome, moment in reports:
+            if isinstance(outcome, Completed):  # needs neither rules nor the date
+                settlement = succeeded(outcome)
+            else:
+                settlement = self._decide(execution, outcome, reading.at(moment))
+            self._witness.ended(execution)  # before somebody else can settle it
+            self.finisher.add(execution, settlement, moment, reading)
+            seconds = max(moment - execution.started, 0.0)
+            if settlement.began:
+                done.append((execution, seconds))
+            else:
+                self.buffer.dropped(execution)
+            if is_told or settlement.problem is not None:
+                _tell(execution.task, settlement, seconds)
+        self.buffer.done(done)
         self.loops["finish"].wake()
-        if logger.isEnabledFor(logging.INFO) or settlement.problem is not None:
-            _tell(execution.task, settlement, seconds)
 
     def _decide(self, execution: Execution, outcome: Outcome, now: datetime) -> Settlement:
         function = execution.function

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
+    from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.processes import Child
     from tasklib.worker.transactions import Transaction
 
@@ -41,7 +42,7 @@ class Execution:
         self.is_coroutine = is_coroutine
         self.locked_since = claimed.held.claimed_at
         self.started = math.inf  # monotonic
-        self.started_at: datetime | None = None
+        self.started_at: datetime | None = None  # by the database's clock, once somebody has been told
         self.deadline = math.inf  # when it is told to stop
         self.timeout_limit = math.inf  # after that; two, since two threads write them
         self.cancel_limit = math.inf
@@ -82,12 +83,16 @@ class Execution:
     def is_late(self, now: datetime) -> bool:
         return self.task.expires_at is not None and now >= self.task.expires_at
 
-    def begin(self, started_at: datetime, delta_seconds: float) -> None:
+    def begin(self, delta_seconds: float) -> None:
         self.started = time.monotonic()
-        self.started_at = started_at
         if self.task.timeout_seconds is not None:
             self.deadline = self.started + self.task.timeout_seconds
             self.timeout_limit = self.deadline + delta_seconds
+
+    def started_by(self, clock: DatabaseClock) -> datetime:
+        if self.started_at is None:
+            self.started_at = clock.reading.at(self.started)
+        return self.started_at
 
     def ask_to_cancel(self, asked_at: datetime, delta_seconds: float) -> None:
         self.task = self.task._replace(cancel_asked_at=asked_at)

@@ -22,12 +22,11 @@ from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from datetime import datetime
     from uuid import UUID
 
     from tasklib.statements import Statement, WorkerStatements
     from tasklib.worker.buffer import Buffer
-    from tasklib.worker.clock import DatabaseClock
+    from tasklib.worker.clock import DatabaseClock, Reading
     from tasklib.worker.execution import Execution
     from tasklib.worker.session import Session
 
@@ -46,7 +45,8 @@ class Ended(NamedTuple):
 
     execution: Execution
     settlement: Settlement
-    finished_at: datetime
+    moment: float  # monotonic
+    reading: Reading  # the date was told by this one, and is told again by it
     progress: str | None = None
 
     @property
@@ -56,27 +56,31 @@ class Ended(NamedTuple):
             self.settlement.state is State.COMPLETED
             and self.settlement.problem is None
             and self.progress is None
-            and self.execution.started_at is not None
+            and self.execution.has_begun
             and not self.execution.is_committed
         )
 
-    def to_row(self) -> tuple[UUID, int, datetime | None, datetime, str | None]:
-        task = self.execution.task
-        return task.id, task.fencing_token, self.execution.started_at, self.finished_at, self.settlement.result
+    def to_row(self) -> tuple[UUID, int, float, float, str | None]:
+        execution, epoch_at = self.execution, self.reading.epoch_at
+        started_at = execution.started_at
+        started = epoch_at(execution.started) if started_at is None else started_at.timestamp()
+        finished = max(epoch_at(self.moment), started)
+        return execution.task.id, execution.task.fencing_token, started, finished, self.settlement.result
 
     def to_json(self) -> str:
         """What was completed in its own transaction is given back: which changes nothing, unless a crash of the server
         has undone the COMMIT.
         """
-        execution = self.execution
-        given_back = execution.is_committed and decide(
-            execution.task, Interrupted(began=True), self.finished_at, Rules()
-        )
+        execution, reading = self.execution, self.reading
+        finished_at = reading.at(self.moment)
+        given_back = execution.is_committed and decide(execution.task, Interrupted(began=True), finished_at, Rules())
+        if execution.started_at is None and execution.has_begun:
+            execution.started_at = reading.at(execution.started)
         return settlement_json(
             execution.task,
             given_back or self.settlement,
             started_at=execution.started_at,
-            finished_at=self.finished_at,
+            finished_at=finished_at,
             progress=self.progress,
         )
 
@@ -97,8 +101,9 @@ class Finisher:
         self.is_resting = False  # until it is woken: who starts a task has to
         self.on_settled: Callable[[], None] = lambda: None
 
-    def add(self, execution: Execution, settlement: Settlement, finished_at: datetime) -> None:
-        self._ended.append(Ended(execution, settlement, finished_at, self.take_progress(execution)))
+    def add(self, execution: Execution, settlement: Settlement, moment: float, reading: Reading) -> None:
+        progress = self.take_progress(execution) if self._progress else None
+        self._ended.append(Ended(execution, settlement, moment, reading, progress))
 
     def note_progress(self, execution: Execution, progress: str) -> bool:
         """True: it is the first to be written, and somebody should wake us."""
@@ -129,7 +134,7 @@ class Finisher:
         """Those that are `running` in the database from now on; the others are somebody else's."""
         marked = set()
         for worker_id, own in _grouped(executions, lambda each: each.task.worker_id).items():
-            started = [(each.id, each.task.fencing_token, each.started_at or self._clock.now()) for each in own]
+            started = [(each.id, each.task.fencing_token, each.started_by(self._clock)) for each in own]
             marked |= set(session.run(self._statements.start(worker_id, started)))
         for each in executions:
             each.is_marked = each.id in marked

@@ -178,7 +178,7 @@ class Processes:
             "claimed": execution.claimed._replace(held=execution.task),
             "place": place_of(function.function),
             "started": execution.started,
-            "started_at": execution.started_at,
+            "started_at": execution.started_by(self._clock),
             "clock": (self._clock.now(), time.monotonic()),
         }
         return to_json(order)
@@ -522,7 +522,7 @@ def _typed(row: Any) -> Any:
 _READ: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("id", "parent_id"), UUID),
     **dict.fromkeys(
-        ("claimed_at", "started_at", "expires_at", "cancel_asked_at", "created_at", "claimed_by_clock"),
+        ("claimed_at", "started_at", "expires_at", "cancel_asked_at", "claimed_by_clock"),
         datetime.fromisoformat,
     ),
 }

@@ -13,7 +13,8 @@ import contextvars
 import functools
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tasklib.current import enter_task
 from tasklib.errors import TaskNotRegistered
@@ -41,7 +42,7 @@ from tasklib.worker.problems import problem_of
 from tasklib.worker.results import encode_result
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from tasklib.current import CurrentTask
     from tasklib.options import TaskOptions
@@ -52,9 +53,17 @@ if TYPE_CHECKING:
     from tasklib.worker.transactions import Transactions
 
 Begin: TypeAlias = "Callable[[Execution], bool]"
-Report: TypeAlias = "Callable[[Execution, Outcome], None]"
+ReportAll: TypeAlias = "Callable[[Sequence[Report]], None]"
 Describe: TypeAlias = "Callable[[Execution], CurrentTask]"
 NewLoop: TypeAlias = "Callable[[], asyncio.AbstractEventLoop]"
+
+
+class Report(NamedTuple):
+    """How an execution has ended, and when: monotonic."""
+
+    execution: Execution
+    outcome: Outcome
+    moment: float
 
 
 def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
@@ -146,11 +155,11 @@ class Runner:
     """Takes executions, begins them, reports how they ended; each in its own copy of the worker's context."""
 
     def __init__(
-        self, buffer: Buffer, begin: Begin, report: Report, describe: Describe, transactions: Transactions
+        self, buffer: Buffer, begin: Begin, report_all: ReportAll, describe: Describe, transactions: Transactions
     ) -> None:
         self._buffer = buffer
         self._begin = begin
-        self._report = report
+        self._report_all = report_all
         self._describe = describe
         self._transactions = transactions
         self._context = contextvars.copy_context()
@@ -170,7 +179,7 @@ class Runner:
 
     def _enter(self, execution: Execution) -> None:
         """What the function finds around it."""
-        _LOGGED_ID.set(str(execution.task.id))
+        _LOGGED_ID.set(execution.claimed.id_text)
         _LOGGED_ATTEMPT.set(execution.task.attempt + 1)
         enter_task(functools.partial(self._describe, execution))
 
@@ -182,13 +191,13 @@ class ThreadRunner(Runner):
         self,
         buffer: Buffer,
         begin: Begin,
-        report: Report,
+        report_all: ReportAll,
         describe: Describe,
         transactions: Transactions,
         *,
         processes: Processes,
     ) -> None:
-        super().__init__(buffer, begin, report, describe, transactions)
+        super().__init__(buffer, begin, report_all, describe, transactions)
         self._processes = processes
         self._threads: list[threading.Thread] = []
 
@@ -204,7 +213,7 @@ class ThreadRunner(Runner):
         while (execution := self._buffer.wait_and_take()) is not None:
             outcome = self._context_for(execution.task).run(self._execute, execution, seat)
             seat.stand_up()  # an interrupt may have come in the way of the first time
-            self._report(execution, self._transactions.end(execution, outcome))
+            self._report_all([Report(execution, self._transactions.end(execution, outcome), time.monotonic())])
 
     def _execute(self, execution: Execution, seat: ThreadSeat) -> Outcome:
         """Nothing may escape: the thread, its slot and its task would be lost."""
@@ -239,26 +248,27 @@ class CoroutineRunner(Runner):
         self,
         buffer: Buffer,
         begin: Begin,
-        report: Report,
+        report_all: ReportAll,
         describe: Describe,
         transactions: Transactions,
         *,
         new_loop: NewLoop,
     ) -> None:
-        super().__init__(buffer, begin, report, describe, transactions)
+        super().__init__(buffer, begin, report_all, describe, transactions)
         self._loop = new_loop()
         self._running: dict[asyncio.Task[Outcome], Execution] = {}
+        self._reports: list[Report] = []
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
-        self._is_filling = False
+        self._is_turn_due = False
         self._is_stopping = False
 
     def start(self) -> None:
         self._thread.start()
 
     def provide(self) -> None:
-        if not self._is_filling and not self._loop.is_closed():
-            self._is_filling = True  # one call is enough for all that comes until it runs
-            self._loop.call_soon_threadsafe(self._fill)
+        if not self._is_turn_due and not self._loop.is_closed():
+            self._is_turn_due = True  # one call is enough for all that comes until it runs
+            self._loop.call_soon_threadsafe(self._turn)
 
     def run(self, work: Callable[[], Awaitable[Any]], gives_up: Callable[[], bool]) -> None:
         """For the worker's hooks: what they open belongs to the tasks' own loop."""
@@ -291,6 +301,7 @@ class CoroutineRunner(Runner):
                 left.cancel()
             self._loop.run_until_complete(_gathered(asyncio.all_tasks(self._loop)))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._turn()
         finally:
             self._loop.close()
 
@@ -301,26 +312,45 @@ class CoroutineRunner(Runner):
         except BaseException:  # noqa: BLE001 - see above
             log.exception("loop.interrupted")
 
-    def _fill(self) -> None:
-        self._is_filling = False
-        while (execution := self._buffer.take(is_coroutine=True)) is not None:
-            if not self._begin(execution):
-                self._report(execution, Expired())
-                continue
-            task = self._loop.create_task(self._outcome(execution), context=self._context_for(execution.task))
-            execution.inside = CoroutineSeat(self._loop, task)
-            self._running[task] = execution
-            task.add_done_callback(self._ended)
-            if execution.interrupt_kind is not None:
-                task.cancel()
+    def _turn(self) -> None:
+        """Once in a turn of the loop: what has ended in it is reported, and what may start is started."""
+        self._is_turn_due = False
+        reports, self._reports = self._reports, []
+        if reports:
+            self._report_all(reports)
+        for execution in self._buffer.take_all():
+            self._start(execution)
+
+    def _start(self, execution: Execution) -> None:
+        if not self._begin(execution):
+            self._note_end(execution, Expired())
+            self._take_turn_soon()
+            return
+        task = self._loop.create_task(self._outcome(execution), context=self._context_for(execution.task))
+        execution.inside = CoroutineSeat(self._loop, task)
+        self._running[task] = execution
+        task.add_done_callback(self._ended)
+        if execution.interrupt_kind is not None:
+            task.cancel()
 
     def _ended(self, task: asyncio.Task[Outcome]) -> None:
         """Not at the end of the coroutine: one that is cancelled before its first line never gets there."""
         execution = self._running.pop(task)
         execution.inside = None  # the task's context leads back here: a cycle for the collector, 20 us a task
         outcome = outcome_of(execution, asyncio.CancelledError()) if task.cancelled() else task.result()
-        self._report(execution, outcome)
-        self._fill()
+        self._note_end(execution, outcome)
+        if self._running:
+            self._take_turn_soon()
+        else:
+            self._turn()  # there is nobody to share it with
+
+    def _note_end(self, execution: Execution, outcome: Outcome) -> None:
+        self._reports.append(Report(execution, outcome, time.monotonic()))
+
+    def _take_turn_soon(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._loop.call_soon(self._turn)
 
     async def _outcome(self, execution: Execution) -> Outcome:
         return await self._transactions.end_async(execution, await self._called(execution))

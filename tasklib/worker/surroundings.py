@@ -44,14 +44,13 @@ class WorkerSurroundings:
 
 def describe(execution: Execution, surroundings: WorkerSurroundings) -> CurrentTask:
     task = execution.task
-    assert execution.started_at is not None  # noqa: S101 - it has begun
     return CurrentTask(
         id=task.id,
         name=task.name,
         queue=task.queue,
         attempt=task.attempt + 1,
         retry_count=task.retry_count,
-        started_at=execution.started_at,
+        started_at=execution.started_by(surroundings.transactions.clock),
         timeout_seconds=task.timeout_seconds,
         parent_id=execution.claimed.parent_id,
         tags_json=execution.claimed.tags,

@@ -86,7 +86,7 @@ class Transactions:
         self._dsn = conninfo.make_conninfo(connection_string(config), application_name="tasklib:task")
         self._seconds = config.database_timeout_seconds
         self._statements = statements
-        self._clock = clock
+        self.clock = clock
         self._decide = decide
         self._take_progress = take_progress
         self._witness = witness
@@ -194,9 +194,10 @@ class Transactions:
         return Statement(_IS_WHOLE, (str(max(int(self._seconds * 1000), 1)),), lambda rows: rows[0][0] is True)
 
     def _completion(self, execution: Execution, outcome: Completed) -> Statement[list[UUID]]:
-        now = self._clock.now()
+        now = self.clock.now()
         settled = settlement_json(
-            execution.task, self._decide(execution, outcome, now), started_at=execution.started_at, finished_at=now,
+            execution.task, self._decide(execution, outcome, now), started_at=execution.started_by(self.clock),
+            finished_at=now,
             progress=self._take_progress(execution),
         )  # fmt: skip
         return self._statements.settle(execution.task.worker_id, [settled])

@@ -150,11 +150,16 @@ def test_a_row_that_takes_no_outcome_at_all_is_given_up(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:
     """Its attempt exists already, so that nothing can be written: the others complete, and the worker stops cleanly."""
-    job = tasklib.task(name="job")(lambda: None)
-    poisoned, *others = client.submit_many([job.new() for _ in range(20)])
+
+    @tasklib.task
+    def job(fails: bool) -> None:
+        if fails:
+            raise ValueError("as it should")
+
+    poisoned, *others = client.submit_many([job.new(fails=number == 0) for number in range(20)])
     conn.execute(
-        """insert into tasklib.task_attempts (task_id, fencing_token, started_at, finished_at, attempt, will_retry,
-                                              outcome, worker_id)
+        """insert into tasklib.attempts (task_id, fencing_token, started_at, finished_at, attempt, will_retry,
+                                         outcome, worker_id)
            values (%s, 1, now(), now(), 1, false, 'FAILED', 'by hand')""",
         [poisoned],
     )

@@ -10,6 +10,8 @@ import gc
 import itertools
 import logging
 import math
+import os
+import socket
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -512,6 +514,23 @@ def test_a_buffered_task_is_cancelled_without_running(
     assert task.state == "cancelled"
     assert ran == []
     assert task.attempt == 0
+
+
+def test_the_attempt_that_succeeded_is_history_too(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
+    """It is kept in the task's own row, and has one of its own when the task is run again: nothing of it is lost."""
+    task_id = run_one(client, config, tasklib.task(name="fine")(lambda: 1)).id
+    row = "select * from tasklib.task_attempts where task_id = %s and attempt = 1"
+    before = conn.execute(row, [task_id]).fetchall()
+    task = get(client, task_id)
+    worker_id, pid, outcome = task.completed_by, os.getpid(), "COMPLETED"
+    assert before[0][:6] == (task_id, 1, task.started_at, task.completed_at, 1, pid)
+    assert before[0][6:10] == (False, outcome, worker_id, socket.gethostname())
+    assert conn.execute("select count(*) from tasklib.attempts").fetchone() == (0,)
+    assert client.retry_task(task_id)
+    assert conn.execute(row, [task_id]).fetchall() == before
+    TaskWorker(config).run_until_empty_sync()
+    assert conn.execute(row, [task_id]).fetchall() == before
+    assert attempts(conn) == [(1, "COMPLETED", False), (2, "COMPLETED", False)]
 
 
 def test_retry_by_hand(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:

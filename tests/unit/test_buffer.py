@@ -42,7 +42,7 @@ def execution(
         None, None, None,
     )  # fmt: skip
     return Execution(
-        ClaimedTask(held, "{}", "{}", "{}", None, 0, NOW, True, NOW, claim_id), None, is_coroutine=is_coroutine
+        ClaimedTask(held, "{}", "{}", "{}", None, True, str(held.id), NOW, claim_id), None, is_coroutine=is_coroutine
     )
 
 
@@ -115,7 +115,7 @@ def test_room_counts_what_executes_and_what_waits() -> None:
     first = buffer.take(is_coroutine=False)
     assert buffer.room(None) == 1
     assert first is not None
-    buffer.done(first, 1.0)
+    buffer.done([(first, 1.0)])
     assert buffer.room(None) == 2
 
 
@@ -127,7 +127,7 @@ def test_room_opens_again_when_half_of_what_is_ahead_is_used_up() -> None:
     for _ in range(8):
         taken = buffer.take(is_coroutine=False)
         assert taken is not None
-        buffer.done(taken, 0.001)
+        buffer.done([(taken, 0.001)])
         rooms.append(buffer.room(10))
     assert rooms == [0, 0, 0, 0, 0, 0, 7, 8]
 
@@ -151,7 +151,7 @@ def test_no_more_execute_than_there_are_slots() -> None:
     assert last is not None
     assert buffer.take(is_coroutine=False) is None
     assert buffer.take(is_coroutine=True) is None
-    buffer.done(last, 0.01)
+    buffer.done([(last, 0.01)])
     assert buffer.take(is_coroutine=False) is not None
     assert buffer.take(is_coroutine=True) is None
 
@@ -206,7 +206,7 @@ def test_many_threads_never_execute_more_than_the_slots() -> None:
             with lock:
                 inside -= 1
                 total -= 1
-            buffer.done(taken, 0.0)
+            buffer.done([(taken, 0.0)])
             buffer.settled([taken])
             if total == 0:
                 done.set()
@@ -234,7 +234,7 @@ def test_a_suspect_waits_until_the_worker_is_empty(suspect_is_coroutine: bool, o
     assert other is not None
     buffer.add([execution(suspect=True, is_coroutine=suspect_is_coroutine)])
     assert buffer.next_careful() is None
-    buffer.done(other, 0.01)
+    buffer.done([(other, 0.01)])
     assert buffer.next_careful() is not None
 
 
@@ -255,7 +255,7 @@ def test_nothing_starts_beside_a_suspect(suspect_is_coroutine: bool, other_is_co
     buffer.admit(alone)
     assert buffer.take(is_coroutine=suspect_is_coroutine) is alone
     assert starts_nothing()
-    buffer.done(alone, 0.01)
+    buffer.done([(alone, 0.01)])
     assert buffer.take(is_coroutine=other_is_coroutine) is not None
 
 
@@ -274,7 +274,7 @@ def test_two_suspects_run_one_after_the_other() -> None:
     buffer.add([first, second])
     assert buffer.next_careful() is first
     assert buffer.next_careful() is None
-    buffer.done(first, 0.01)
+    buffer.done([(first, 0.01)])
     assert buffer.next_careful() is second
 
 
@@ -342,7 +342,7 @@ def test_what_waits_can_be_taken_out() -> None:
     assert buffer.take(is_coroutine=False) is running
     assert buffer.remove_waiting({running, waiting}) == [waiting]
     assert buffer.executing() == [running]
-    buffer.done(running, 0.1)
+    buffer.done([(running, 0.1)])
     assert buffer.take(is_coroutine=False) is other
 
 
@@ -374,7 +374,7 @@ def test_what_does_not_start_though_a_slot_is_free_goes_back(clock: Clock) -> No
     clock.seconds += 100
     assert buffer.hoarded() == [each for each in waiting if each is not first]
     assert buffer.room(None) == 1
-    buffer.done(first, 1.0)
+    buffer.done([(first, 1.0)])
     assert buffer.room(None) == 3
 
 
@@ -387,7 +387,7 @@ def test_each_take_proves_that_slots_get_free(clock: Clock) -> None:
         assert taken is not None
         clock.seconds += HOARD_SECONDS * 0.9
         assert buffer.hoarded() == []
-        buffer.done(taken, HOARD_SECONDS * 0.9)
+        buffer.done([(taken, HOARD_SECONDS * 0.9)])
 
 
 def test_a_suspect_that_cannot_be_alone_goes_back_after_ten_seconds(clock: Clock) -> None:
@@ -451,7 +451,7 @@ def test_the_end_of_a_lost_execution_leaves_a_later_claim_of_its_task_alone() ->
     buffer.add([lost])
     assert buffer.take(is_coroutine=False) is lost
     buffer.add([again])
-    buffer.done(lost, 1.0)
+    buffer.done([(lost, 1.0)])
     assert buffer.claims_ended_by({lost}) == [1], "without the later one nobody would ever recover the task"
     buffer.settled([lost])
     assert buffer.held() == [again]
@@ -502,7 +502,7 @@ def test_a_thread_that_ends_rings_for_coroutines_that_wait() -> None:
     assert running is not None
     buffer.add(executions(1, is_coroutine=True))
     rung.clear()
-    buffer.done(running, 0.1)
+    buffer.done([(running, 0.1)])
     assert rung == ["loop"]
 
 
@@ -516,7 +516,7 @@ def test_whoever_ends_rings_for_a_suspect_that_waits(is_coroutine: bool) -> None
     running = buffer.take(is_coroutine=is_coroutine)
     assert running is not None
     buffer.add([execution(suspect=True)])
-    buffer.done(running, 0.1)
+    buffer.done([(running, 0.1)])
     assert rung == ["free"]
     assert buffer.has_careful()
 
@@ -586,14 +586,14 @@ class BufferMachine(RuleBasedStateMachine):
             marked.is_marked = True
             self.buffer.admit(marked)
         else:
-            self.buffer.done(marked, 0.0)
+            self.buffer.done([(marked, 0.0)])
             self.ended.append(marked)
 
     @precondition(lambda self: self.started)
     @rule(at=st.integers(0, 10), began=st.booleans())
     def end(self, at: int, began: bool) -> None:
         execution = self.started.pop(at % len(self.started))
-        self.buffer.done(execution, 0.01) if began else self.buffer.dropped(execution)
+        self.buffer.done([(execution, 0.01)]) if began else self.buffer.dropped(execution)
         self.ended.append(execution)
 
     @precondition(lambda self: self.ended)

@@ -46,7 +46,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 def begun(timeout: float | None = None) -> Execution:
     made = execution()
     made.task = made.task._replace(timeout_seconds=timeout)
-    made.begin(NOW, 10.0)
+    made.begin(10.0)
     return made
 
 
@@ -197,7 +197,7 @@ def test_a_reader_never_sees_half_a_slot(page: Page) -> None:
     tasks = executions(40)
     for number, each in enumerate(tasks):
         each.task = each.task._replace(fencing_token=number)
-        each.begin(NOW, 1.0)
+        each.begin(1.0)
     tokens, is_over = {each.id: each.task.fencing_token for each in tasks}, threading.Event()
 
     def write() -> None:

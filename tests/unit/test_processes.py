@@ -67,9 +67,8 @@ claimed = st.builds(
     kwargs=texts,
     tags=texts,
     parent_id=st.none() | st.uuids(),
-    priority=st.integers(-10, 100),
-    created_at=moments,
     store_result=st.booleans(),
+    id_text=texts,
     claimed_by_clock=moments,
     claim_id=st.integers(1, 2**63 - 1),
 )

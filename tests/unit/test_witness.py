@@ -55,7 +55,7 @@ def test_a_task_must_end_a_delta_after_it_was_told_to_stop(
         claimed._replace(held=claimed.held._replace(timeout_seconds=timeout)), function, is_coroutine=False
     )
     begun_at = clock.seconds
-    held.begin(NOW, DELTA)
+    held.begin(DELTA)
     if cancelled_after is not None:
         clock.seconds += cancelled_after
         held.ask_to_cancel(NOW, DELTA)
@@ -90,7 +90,7 @@ def test_what_was_marked_in_the_meantime_is_not_admitted(how: str) -> None:
     assert buffer.next_careful() is careful
     getattr(buffer, how)()
     assert not buffer.admit(careful)
-    buffer.done(careful, 0.0)
+    buffer.done([(careful, 0.0)])
     assert buffer.executing() == []
 
 

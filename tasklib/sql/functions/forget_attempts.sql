@@ -5,7 +5,7 @@ create or replace function tasklib.forget_attempts() returns trigger
     set enable_seqscan = off
 as $$
 begin
-    delete from tasklib.task_attempts as attempt using deleted where attempt.task_id = deleted.id;
+    delete from tasklib.attempts as attempt using deleted where attempt.task_id = deleted.id;
     return null;
 end
 $$;

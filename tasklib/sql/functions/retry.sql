@@ -1,5 +1,6 @@
 -- Runs a task again, now: one that is final, with its retries before it again; or one that waits for its next attempt.
--- False: there is no such task, or it is pending or running. Attempts, token and crash count go on: they are history.
+-- False: there is no such task, or it is pending or running. Attempts, token and crash count go on: they are history,
+-- and the attempt that was kept in the task's own row gets one of its own.
 --
 --     select tasklib.retry('0190a1b2-...');
 create or replace function tasklib.retry(task_id uuid) returns boolean
@@ -10,14 +11,16 @@ declare
     now constant timestamptz := clock_timestamp();
     retried_queue text;
 begin
+    perform from tasklib.tasks where id = retry.task_id for update;
+    insert into tasklib.attempts select * from tasklib.folded_attempts as folded where folded.task_id = retry.task_id;
     update tasklib.tasks
        set state = 'pending', ready = true, scheduled_at = now, completed_at = null, next_retry_at = null,
            expires_at = case when expires_at > now then expires_at end,
            due_at = case when expires_at > now then expires_at end,
            retry_count = case when completed_at is null then retry_count else 0 end,
            result = null, error = null, error_code = null, progress = null, suspect = false, strikes = 0, cancel_asked_at = null,
-           resolved_at = null, resolved_by = null, resolution_note = null
-     where id = task_id and (completed_at is not null or next_retry_at is not null)
+           resolved_at = null, resolved_by = null, resolution_note = null, completed_by = null
+     where id = retry.task_id and (completed_at is not null or next_retry_at is not null)
     returning queue into retried_queue;
     if retried_queue is null then
         return false;

@@ -1,6 +1,6 @@
 -- What a raw INSERT leaves out: whether the task is ready, when time changes it, the rest of its lease, a code for its
--- error. The library always says all of it, so that for its rows only the WHEN clause is evaluated and this function
--- is never called.
+-- error; and the digest of what is submitted under a key, which no writer can forget or forge. The library always says
+-- all else, so that for its rows without a key only the WHEN clause is evaluated and this function is never called.
 create or replace function tasklib.task_defaults() returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -26,6 +26,8 @@ begin
             values (new.worker_id, new.locked_until, array[new.id]);
         end if;
     end if;
+    new.payload_digest := case when new.idempotency_key is not null
+        then tasklib.payload_digest(new.name, new.args, new.kwargs) end;
     if new.state in ('failed', 'cancelled', 'expired', 'buried') then
         new.error_code := coalesce(new.error_code, upper(new.state));
     end if;
@@ -35,7 +37,7 @@ $$;
 
 create or replace trigger task_defaults before insert on tasklib.tasks
     for each row when (
-        new.ready is null
+        new.ready is null or new.idempotency_key is not null or new.payload_digest is not null
         or new.due_at is null and (new.state = 'pending' or new.next_retry_at is not null)
             and (not new.ready or new.expires_at is not null))
     execute function tasklib.task_defaults();
