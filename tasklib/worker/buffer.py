@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tasklib.worker.execution import Execution
 
@@ -163,7 +163,7 @@ class Buffer:
             missing = min(runnable, self.concurrency) - self._idle_threads
             return max(min(missing, self.concurrency - threads), 0)
 
-    def done(self, ended: Collection[tuple[Execution, float]]) -> None:
+    def done(self, ended: Sequence[tuple[Execution, float]]) -> None:
         """They have ended, after so many seconds each; they are held until that is committed."""
         if not ended:
             return
@@ -174,7 +174,7 @@ class Buffer:
                 average = seconds if average is None else average + (seconds - average) * 0.05
             self._average_seconds = average
             self._is_stuck = False
-            after = self._after_end(execution.is_coroutine)
+            after = self._after_end(ended[0][0].is_coroutine)
         for each in after:
             each()
 
