@@ -11,8 +11,7 @@ python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N):
 python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under kills and freezes: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle
-python3 dev.py bench      how fast submits are (bench submit), or running a backlog (bench drain), beside bare SQL;
-                          or both beside other queues from PyPI (bench peers)
+python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py setup      make .venv and install everything into it
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> int:
         "beside": beside,
         "exactly-once": lambda options: run_in_venv("tests/campaigns/exactly_once.py", *options),
         "soak": soak,
-        "bench": bench,
+        "bench": lambda options: run_in_venv("-m", "bench", *options),
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
@@ -102,11 +101,6 @@ def lint(_options: list[str]) -> int:
         ("imports", [BIN / "lint-imports"]),
         ("spelling", [BIN / "codespell", "tasklib", "daemon", "tests", "docs", "README.md", "CHANGELOG.md"]),
     )
-
-
-def bench(options: list[str]) -> int:
-    which, *rest = options if options and options[0] in {"submit", "drain", "peers"} else ["submit", *options]
-    return run_in_venv(f"bench/{which}.py", *rest)
 
 
 def soak(options: list[str]) -> int:

@@ -16,22 +16,41 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
 BULK = 1_000  # tasks in one call
 TEXT = "alice@example.com"
 PROGRESS_SECONDS = 0.05
 began: dict[int, float] = {}  # by the task's number: when its first line was reached
+repeated: list[int] = []  # numbers that have begun before: in a drain, tasks that have been run twice
 
 
 def note(number: int) -> int:
     """The first line of every task."""
+    if number in began:
+        repeated.append(number)
     began[number] = time.monotonic()
     return number
+
+
+@dataclass(frozen=True)
+class Later:
+    """When the tasks of a bulk are due, and how they come before others: more is sooner, 0 is what the system gives to
+    tasks of which nothing is said.
+    """
+
+    delay_seconds: float = 0.0
+    priority: int = 0
+
+    @property
+    def due_at(self) -> datetime | None:
+        return datetime.now(UTC) + timedelta(seconds=self.delay_seconds) if self.delay_seconds else None
 
 
 class System:
@@ -55,8 +74,8 @@ class System:
         """One task, awaited until it is committed."""
         raise NotImplementedError
 
-    async def bulk(self, numbers: list[int]) -> None:
-        """All in one call."""
+    async def bulk(self, numbers: list[int], later: Later) -> None:
+        """All in one call, until they are committed."""
         raise NotImplementedError
 
     async def run(self) -> None:
@@ -69,7 +88,7 @@ class System:
 
 
 class Driver:
-    """One process: a submitter, or a worker."""
+    """One process: a submitter, or a worker. Its public methods are the commands that it takes."""
 
     def __init__(self, make: type[System]) -> None:
         self._make = make
@@ -78,19 +97,9 @@ class Driver:
         self._used = 0.0
 
     async def serve(self) -> None:
-        commands: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
-            "versions": self.versions,
-            "setup": self.setup,
-            "open": self.open,
-            "submit": self.submit,
-            "bulk": self.bulk,
-            "pace": self.pace,
-            "work": self.work,
-            "stop": self.stop,
-        }
         while line := await asyncio.to_thread(sys.stdin.readline):
             command = json.loads(line)
-            say(await commands[command.pop("do")](**command))
+            say(await getattr(self, command.pop("do"))(**command))
 
     @property
     def system(self) -> System:
@@ -128,10 +137,11 @@ class Driver:
         await asyncio.gather(*(submit_on() for _ in range(concurrency)))
         return time.monotonic() - start
 
-    async def bulk(self, count: int) -> dict[str, Any]:
+    async def bulk(self, count: int, delay_seconds: float = 0.0, priority: int = 0) -> dict[str, Any]:
+        later = Later(delay_seconds, priority)
         start = time.monotonic()
         for at in range(0, count, BULK):
-            await self.system.bulk(list(range(at, min(at + BULK, count))))
+            await self.system.bulk(list(range(at, min(at + BULK, count))), later)
         return {"seconds": time.monotonic() - start}
 
     async def pace(self, count: int, pause: float) -> dict[str, Any]:
@@ -145,6 +155,7 @@ class Driver:
 
     async def work(self, dsn: str, kind: str) -> dict[str, Any]:
         began.clear()
+        repeated.clear()
         self._used = cpu_seconds()
         self._system = self._make(dsn, kind)
         self._worker = asyncio.ensure_future(self._run())
@@ -164,7 +175,7 @@ class Driver:
         await self.system.stop()
         if self._worker is not None:
             await asyncio.wait([self._worker], timeout=20)
-        return {"cpu_seconds": used, "began": began}
+        return {"cpu_seconds": used, "began": began, "repeated": len(repeated)}
 
 
 def cpu_seconds() -> float:
@@ -195,7 +206,7 @@ def has_uvloop() -> bool:
     return importlib.util.find_spec("uvloop") is not None
 
 
-def main(make: type[System]) -> None:
+def main(make: type[System], driver: type[Driver] = Driver) -> None:
     """On uvloop, which any application may choose; on asyncio's own loop where it is not installed."""
     run: Callable[[Any], Any] = importlib.import_module("uvloop").run if has_uvloop() else asyncio.run
-    run(Driver(make).serve())
+    run(driver(make).serve())

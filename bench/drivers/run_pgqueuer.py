@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import importlib
 import json
+from datetime import timedelta
 from typing import Any, ClassVar
 
-from bench.drivers.driver import TEXT, System, main, note
+from bench.drivers.driver import TEXT, Later, System, main, note
 
 asyncpg: Any = importlib.import_module("asyncpg")  # in this environment only: no types here
 pgqueuer: Any = importlib.import_module("pgqueuer")
@@ -40,9 +41,12 @@ class PgQueuer(System):
     async def submit(self, number: int) -> None:
         await self.queries.enqueue("async_task", payload(number))
 
-    async def bulk(self, numbers: list[int]) -> None:
+    async def bulk(self, numbers: list[int], later: Later) -> None:
         await self.queries.enqueue(
-            ["async_task"] * len(numbers), [payload(number) for number in numbers], [0] * len(numbers)
+            ["async_task"] * len(numbers),
+            [payload(number) for number in numbers],
+            [later.priority] * len(numbers),
+            execute_after=[timedelta(seconds=later.delay_seconds)] * len(numbers),
         )
 
     async def run(self) -> None:

@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import Any, ClassVar
 
-from bench.drivers.driver import TEXT, System, main, note
+from bench.drivers.driver import TEXT, Later, System, main, note
 
 procrastinate: Any = importlib.import_module("procrastinate")  # in this environment only: no types here
 
@@ -43,8 +43,9 @@ class Procrastinate(System):
     async def submit(self, number: int) -> None:
         await self.task.defer_async(number=number, text=TEXT)
 
-    async def bulk(self, numbers: list[int]) -> None:
-        await self.task.batch_defer_async(*({"number": number, "text": TEXT} for number in numbers))
+    async def bulk(self, numbers: list[int], later: Later) -> None:
+        task = self.task.configure(schedule_at=later.due_at, priority=later.priority)
+        await task.batch_defer_async(*({"number": number, "text": TEXT} for number in numbers))
 
     async def run(self) -> None:
         async with self.app.open_async():
