@@ -177,6 +177,7 @@ class WorkerStatements:
         self._tasks = queries("tasks", config.schema)
         self._workers = queries("workers", config.schema)
         self._claims = queries("claims", config.schema)
+        self._doorbell = queries("doorbell", config.schema)
         self._lock_seconds = float(config.lock_timeout_seconds)
         self._lease_seconds = config.lease_seconds
 
@@ -185,6 +186,13 @@ class WorkerStatements:
     ) -> Statement[list[ClaimedTask]]:
         parameters = (worker_id, queue, list(names), suspects, limit, self._lock_seconds)
         return Statement(self._tasks["claim"], parameters, _read_claimed)
+
+    def arm(self, queues: Sequence[str]) -> Statement[tuple[list[str], bool]]:
+        """Which of them are held now, and whether nobody is about to commit."""
+        return Statement(self._doorbell["arm"], (list(queues),), lambda rows: (rows[0][0], rows[0][1]))
+
+    def disarm(self, queues: Sequence[str]) -> Statement[None]:
+        return Statement(self._doorbell["disarm"], (list(queues),), lambda _: None)
 
     def ready_queues(self) -> Statement[list[str]]:
         return Statement(self._tasks["ready_queues"], (), _read_column, is_change=False)

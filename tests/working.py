@@ -8,10 +8,13 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import psycopg
+
 import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Rules, decide
+from tasklib.sql import queries
 from tasklib.statements import WorkerDescription, WorkerStatements, settlement_json
 from tasklib.worker.session import Session
 from tests.waiting import wait_until
@@ -76,6 +79,15 @@ def grown_up_reaper(config: tasklib.Config, session: Session) -> Reaper:
     session.connection()
     wait_until(lambda: session.age_seconds > config.lease_seconds, "one lease")
     return Reaper(config, session, WorkerStatements(config))
+
+
+def sleep_on(conn: psycopg.Connection[Any], *queues: str) -> bool:
+    """What a worker does before it sleeps, `*` being all queues. True: nobody is about to commit."""
+    row = psycopg.RawCursor(conn).execute(queries("doorbell", "tasklib")["arm"], [list(queues)]).fetchone()
+    assert row is not None
+    held, is_nobody_about_to_commit = row
+    assert held == list(queues)
+    return bool(is_nobody_about_to_commit)
 
 
 class ManualWorker:

@@ -111,7 +111,7 @@ class Keeper:
         )
         self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
         self._listener = Listener(
-            self._sessions["listen"], settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel,
+            self._sessions["listen"], statements, settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel,
             wait_seconds=LISTEN_SECONDS,
         )  # fmt: skip
         self._loops = {

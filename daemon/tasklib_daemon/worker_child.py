@@ -41,7 +41,7 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
     processes.begin_with("tasklib_daemon.logs:configure_isolated", logs.Plan.of(settings, f"worker {slot} task"))
     ears = Ears(worker, own_page, channel)
     bell = Ear(settings.runtime_directory, slot, worker)
-    bell.start()
+    worker.is_rung, worker.on_full = bell.start(), bell.pass_on
     ears.start()
     own_page.set_phase(page.BOOTED)
     try:

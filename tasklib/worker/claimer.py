@@ -1,7 +1,9 @@
 """Takes tasks from the queues into the buffer, promotes what has become due, and gives back what it cannot run soon.
 
-Wakes by a ring, by a slot that gets free, when the next task is due, and by the poll. After a lost connection it first
-compares what it holds with what the database says it holds: an answer may have been lost, or the tasks themselves.
+Wakes by a ring, by a slot that gets free, when the next task is due, and by the poll. Inserts ring only for who has
+said that it sleeps: so it says that, and looks once more, before it does, and takes it back when it is busy. After a
+lost connection it first compares what it holds with what the database says it holds: an answer may have been lost, or
+the tasks themselves.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tasklib.task import TaskFunction
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
+    from tasklib.worker.doorbell import Doorbell
     from tasklib.worker.finisher import Finisher
     from tasklib.worker.lease import Lease
     from tasklib.worker.session import Session
@@ -36,6 +39,9 @@ PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
 SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
 NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
 CLAIM_LIMIT = 1_000
+BUSY_SECONDS = 0.05  # of work without a break: then nobody needs to ring
+BREAK_SECONDS = 0.001  # of sleep
+NAP_SECONDS = 0.001  # between two looks while every look finds something, and nobody rings
 LATE_COMMIT_SECONDS = 10.0  # a claim that was given up may still commit: it is looked for once more
 
 
@@ -101,6 +107,8 @@ class Claimer:
         clock: DatabaseClock,
         finisher: Finisher,
         promoter: Promoter,
+        doorbell: Doorbell,
+        is_rung: Callable[[], bool],
         menu: Menu,
         poll_seconds: float,
         buffer_size: int | None,
@@ -113,12 +121,17 @@ class Claimer:
         self._clock = clock
         self._finisher = finisher
         self._promoter = promoter
+        self._doorbell = doorbell
+        self._is_rung = is_rung
         self._menu = menu
         self._poll_seconds = poll_seconds
         self._buffer_size = buffer_size
         self._report = report
         self._is_checked = False
         self._may_have_more = True
+        self._was_rung = False
+        self._busy_since = 0.0
+        self._asleep_since = math.inf
         self._turn = 0
         self._promote_at = 0.0
         self._compare_at = math.inf
@@ -128,11 +141,12 @@ class Claimer:
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
         self.claimed = 0  # in all; grows when they are in the buffer
+        self.on_full: Callable[[], None] = lambda: None  # it was rung for, and can take no more
         self.on_ready: Callable[[], None] = lambda: None  # what is held was compared: tasks may start
 
     def ring(self) -> None:
         """Somebody says that there is work. A hint, never the truth."""
-        self._may_have_more = True
+        self._may_have_more = self._was_rung = True
 
     def expects_more(self) -> bool:
         return self._may_have_more
@@ -149,7 +163,14 @@ class Claimer:
         return self._is_checked and self._lease.is_valid()
 
     def run_once(self) -> float | None:
+        if time.monotonic() - self._asleep_since > BREAK_SECONDS:
+            self._busy_since = time.monotonic()
+        self._asleep_since = math.inf
         if not self._lease.is_valid():
+            self._disarm()
+            if self._was_rung:
+                self._was_rung = False
+                self.on_full()
             return self._poll_seconds  # whoever regains it wakes us
         if not self._is_checked or time.monotonic() >= self._compare_at:
             self._compare_with_database()
@@ -158,16 +179,63 @@ class Claimer:
         self._start_careful()
         if time.monotonic() >= self._promote_at and self._has_room():
             self._promote()
+        return self._look()
+
+    def _look(self) -> float:
+        """Answers when to look again. Nobody sleeps without a look that began after he could be rung for."""
+        was_rung, self._was_rung = self._was_rung, False
+        if self._doorbell.is_to_ask:
+            self._doorbell.arm()
+        before = self.claimed
         is_short = self._fill()
+        if is_short and self._may_arm() and not self._doorbell.is_armed:
+            if self.claimed > before:
+                return NAP_SECONDS
+            self._doorbell.arm()
+            self._busy_since = time.monotonic()
+            is_short = self._fill()
         if is_short and self._promote():
             self.is_drained = False
             return 0.0
+        if was_rung and not is_short:
+            self.on_full()
         return self._pause(is_short=is_short)
+
+    def _may_arm(self) -> bool:
+        """Somebody hears rings for us. Behind a pooler the locks would not be ours alone, and never be given back."""
+        return self._is_rung() and not self._session.is_pooled
 
     def _pause(self, *, is_short: bool) -> float:
         if not is_short:
-            return HOARD_SECONDS  # no room: a free slot wakes us; a slot that does not get free shows by then
+            return self._until_room()
+        if self._doorbell.is_armed and not self._may_arm():
+            self._disarm()
+        if self._doorbell.is_armed and self._busy_left() <= 0:
+            self._disarm()
+            return NAP_SECONDS
+        self._asleep_since = time.monotonic()
+        return min(self._until_due(), self._doorbell.until_asked())
+
+    def _until_room(self) -> float:
+        """A free slot wakes us; a slot that does not get free shows by then."""
+        if self._doorbell.is_armed:
+            if (left := self._busy_left()) > 0:
+                return left
+            self._disarm()
+            if self._has_room():  # since before a free slot would wake us
+                return 0.0
+        return HOARD_SECONDS
+
+    def _until_due(self) -> float:
         return max(min(self._poll_seconds, self._promote_at - time.monotonic()), 0.0)
+
+    def _busy_left(self) -> float:
+        return self._busy_since + BUSY_SECONDS - time.monotonic()
+
+    def _disarm(self) -> None:
+        if self._doorbell.is_armed:
+            self._may_have_more = True  # nobody rings from here on: a free slot has to look
+        self._doorbell.disarm()
 
     def _fill(self) -> bool:
         """True: there was room left when the queues had no more."""
@@ -176,7 +244,8 @@ class Claimer:
             claimed = self._claim_from(self._menu.likely_queues(), room)
             if claimed < room and self._menu.queues is None:
                 found = self._menu.found(self._session.run(self._statements.ready_queues()))
-                claimed += self._claim_from(found, room - claimed)
+                if found:  # else it would count as a look that was not open to suspects, and be repeated
+                    claimed += self._claim_from(found, room - claimed)
             self.is_drained = claimed == 0
             if claimed < room:
                 return True

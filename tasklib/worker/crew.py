@@ -35,6 +35,7 @@ from tasklib.states import State
 from tasklib.worker.buffer import Buffer
 from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
+from tasklib.worker.doorbell import Doorbell
 from tasklib.worker.finisher import Finisher
 from tasklib.worker.hooks import run_start_hooks, run_stop_hooks
 from tasklib.worker.lease import Lease
@@ -72,6 +73,7 @@ class Options:
     listen: bool
     duties: bool = True  # False: somebody else reaps and expires
     new_loop: NewLoop = asyncio.new_event_loop
+    is_rung: Callable[[], bool] = lambda: False  # by somebody else, who listens for it
 
 
 class Crew:
@@ -103,9 +105,12 @@ class Crew:
             config, self._sessions["lease"], statements, buffer=self.buffer, clock=self._clock,
             describe=lambda: (menu.queues, menu.names()), witness=witness,
         )  # fmt: skip
+        listener = Listener(self._sessions["listen"], statements, menu.queues, self.ring, self.hear_cancel)
         self.claimer = Claimer(
             self._sessions["claim"], statements, buffer=self.buffer, lease=self.lease, clock=self._clock,
             finisher=self.finisher, promoter=Promoter(self._sessions["claim"], statements), menu=menu,
+            doorbell=Doorbell(self._sessions["claim"], statements, menu.queues, longest_doubt=options.poll_seconds),
+            is_rung=(lambda: listener.is_heard) if options.listen else options.is_rung,
             poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report,
         )  # fmt: skip
         self.watch = Watch(self.buffer, self.lease, witness)
@@ -116,7 +121,6 @@ class Crew:
         self.processes = Processes(config, self._clock, self._note_progress, stop_asked, witness)
         self.threads = ThreadRunner(*runs, processes=self.processes)
         self.coroutines = CoroutineRunner(*runs, new_loop=options.new_loop)
-        listener = Listener(self._sessions["listen"], menu.queues, self.ring, self.hear_cancel)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         duties = (
             BudgetCheck(self._sessions["duties"], budget),
@@ -252,6 +256,7 @@ class Crew:
         """Claim nothing, and give back what has not started."""
         for each in self.buffer.pause():
             self.report(each, Interrupted(began=each.is_marked, ran=False))
+        self.loops["claim"].wake()  # nobody needs to ring for it
 
     def resume(self) -> None:
         self.buffer.resume()

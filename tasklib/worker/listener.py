@@ -3,6 +3,8 @@
 Behind a transaction pooler LISTEN succeeds and hears nothing, or what is meant for somebody else: there, none is sent.
 Elsewhere it is checked by the round trip of a notification, before the channels that matter are listened to and every
 ten seconds after that.
+
+Where those who claim are behind a pooler, and cannot say that they sleep, the listener says so for them, all the time.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from psycopg import sql
 
 from tasklib.log import log
 from tasklib.statements import Statement
+from tasklib.worker.doorbell import Doorbell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tasklib.connection import BoundedConnection
+    from tasklib.statements import WorkerStatements
     from tasklib.worker.session import Session
 
 CHECK_EVERY_SECONDS = 10.0
@@ -34,6 +38,7 @@ class Listener:
     def __init__(
         self,
         session: Session,
+        statements: WorkerStatements,
         queues: Sequence[str] | None,
         on_ring: Callable[[], None],
         on_cancel: Callable[[UUID], None],
@@ -41,6 +46,8 @@ class Listener:
         wait_seconds: float = LISTEN_SECONDS,
     ) -> None:
         self._session = session
+        self._doorbell = Doorbell(session, statements, queues, longest_doubt=CHECK_EVERY_SECONDS)
+        self._must_arm = False
         self._on_ring = on_ring
         self._on_cancel = on_cancel
         self._wait_seconds = wait_seconds
@@ -75,6 +82,8 @@ class Listener:
             self._hear(notification.channel, notification.payload)
         if self._unheard_since is None and not self.is_heard:
             self._subscribe(conn)
+        if self.is_heard and self._must_arm:
+            self._arm()
         return self._judge(conn)
 
     def _begin(self, conn: BoundedConnection) -> None:
@@ -85,7 +94,7 @@ class Listener:
         self._check_at = 0.0
         self._unheard_since = None
         if self._session.has_own_address:
-            self._session.run_by_main_address(ring(self._check_channel))
+            self._must_arm = self._session.run_by_main_address(ring(self._check_channel))
             self._unheard_since = time.monotonic()
 
     def _subscribe(self, conn: BoundedConnection) -> None:
@@ -93,6 +102,11 @@ class Listener:
         self.is_heard, self.is_deaf = True, False
         log.info("listener.heard", channels=len(self._channels))
         self._on_ring()  # what was sent while nobody listened
+
+    def _arm(self) -> None:
+        if not self._doorbell.is_armed or self._doorbell.is_to_ask:
+            self._doorbell.arm()
+            self._on_ring()  # what came while nobody rang
 
     def _hear(self, channel: str, payload: str) -> None:
         if channel == self._check_channel:
@@ -105,7 +119,7 @@ class Listener:
 
     def _judge(self, conn: BoundedConnection) -> float:
         if self._unheard_since is None or time.monotonic() - self._unheard_since < CHECK_WAIT_SECONDS:
-            _wait(conn, self._wait_seconds)
+            _wait(conn, min(self._wait_seconds, self._doorbell.until_asked()))
             return 0.0
         return self._give_up()
 

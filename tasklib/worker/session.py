@@ -76,10 +76,11 @@ class Session:
                     raise
         return self._send(conn, statement)
 
-    def run_by_main_address(self, statement: Statement[T]) -> T:
-        """On a connection for this once."""
+    def run_by_main_address(self, statement: Statement[T]) -> bool:
+        """On a connection for this once. True: there is a pooler in between."""
         with contextlib.closing(Session(self._config, "check")) as other:
-            return other.run(statement)
+            other.run(statement)
+            return other.is_pooled
 
     def connection(self) -> BoundedConnection:
         if self._conn is None or self._conn.closed:
@@ -87,6 +88,10 @@ class Session:
             self._connected_at = time.monotonic()
             self.connections += 1
         return self._conn
+
+    @property
+    def is_connected(self) -> bool:
+        return self._conn is not None and not self._conn.closed
 
     @property
     def is_pooled(self) -> bool:

@@ -61,6 +61,8 @@ class TaskWorker:
         self._crew: Crew | None = None
         self._running = threading.Lock()
         self._witness = witness or Witness()
+        self.is_rung = False  # with listen=False: somebody else listens, and calls `ring`
+        self.on_full: Callable[[], None] = lambda: None  # it was rung for, and others may have to do what it cannot
         self._is_paused = False
         self._pausing = threading.Lock()
         self._is_ready = False
@@ -106,8 +108,10 @@ class TaskWorker:
 
     def ring(self) -> None:
         """There may be work: for a worker with listen=False, from somebody who listens for it."""
-        if self._crew is not None:
+        if self._crew is not None and self._crew.claimer.is_open:
             self._crew.ring()
+        else:
+            self.on_full()
 
     def hear_cancel(self, task_id: UUID) -> None:
         """Somebody cancelled this task: if it is here, look at its row."""
@@ -130,7 +134,8 @@ class TaskWorker:
     # --- how it runs ---
 
     def _run_until_stopped(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
-        with self._started(replace(self._options, new_loop=new_loop)) as crew:
+        options = replace(self._options, new_loop=new_loop, is_rung=lambda: self.is_rung)
+        with self._started(options) as crew:
             crew.stop_asked.wait()
 
     def _run_until_empty(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
@@ -160,11 +165,15 @@ class TaskWorker:
         self._is_ready_or_ended.clear()
         crew = Crew(self._config, self._menu, options, self._stop_asked, self._witness)
         crew.claimer.on_ready = self._ready
+        crew.claimer.on_full = self._tell_full
         with self._pausing:
             self._crew = crew
             if self._is_paused:
                 crew.pause()
         return crew
+
+    def _tell_full(self) -> None:
+        self.on_full()
 
     def _ready(self) -> None:
         self._is_ready = True

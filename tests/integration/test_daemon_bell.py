@@ -1,4 +1,6 @@
-"""The bell: rings of the one listener reach every worker of its daemon; without it, the poll does the work."""
+"""The bell: a ring of the one listener reaches one worker after the other until one has room; without it, the poll does
+the work.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
@@ -27,9 +30,12 @@ class Hearer:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
+        self.on_ring: Callable[[], None] = lambda: None
+
     def ring(self) -> None:
         self.rings += 1
         self.may_go_on.wait(20)
+        self.on_ring()
 
     def hear_cancel(self, task_id: UUID) -> None:
         self.cancelled.append(task_id)
@@ -49,31 +55,60 @@ def ringer(directory: Path) -> Iterator[Bell]:
     made.close()
 
 
-def test_a_ring_reaches_every_worker_also_one_that_comes_later(directory: Path, ringer: Bell) -> None:
-    """And a cancel brings the id of its task."""
-    hearers = [Hearer(), Hearer(), Hearer()]
-    ears = [Ear(directory, slot, hearer) for slot, hearer in enumerate(hearers)]
-    task_id = uuid4()
-    ringer.ring()  # nobody is there yet
-    try:
-        assert all(ear.start() for ear in ears[:2])
-        ringer.ring()
-        wait_until(lambda: [each.rings for each in hearers] == [1, 1, 0], "two of them to hear it")
-        assert ears[2].start()
-        ringer.cancel(task_id)
-        wait_until(lambda: all(each.cancelled == [task_id] for each in hearers), "all of them to hear it")
-    finally:
-        for ear in ears:
-            ear.stop()
+@pytest.fixture
+def started(directory: Path) -> Iterator[Callable[[int], tuple[list[Hearer], list[Ear]]]]:
+    made: list[Ear] = []
+
+    def start(count: int) -> tuple[list[Hearer], list[Ear]]:
+        hearers = [Hearer() for _ in range(count)]
+        ears = [Ear(directory, len(made) + number, hearer) for number, hearer in enumerate(hearers)]
+        made.extend(ears)
+        assert all(ear.start() for ear in ears)
+        return hearers, ears
+
+    yield start
+    for ear in made:
+        ear.stop()
     assert list(directory.iterdir()) == []
 
 
-def test_a_ring_waits_for_nobody(directory: Path, ringer: Bell) -> None:
+Start = Callable[[int], tuple[list[Hearer], list[Ear]]]
+
+
+def test_a_ring_reaches_one_worker_in_turn_and_a_cancel_all(ringer: Bell, started: Start) -> None:
+    """Also one that comes later. And a cancel brings the id of its task."""
+    ringer.ring()  # nobody is there yet
+    hearers, _ = started(2)
+    for expected in ([1, 0], [1, 1], [2, 1]):
+        ringer.ring()
+        wait_until(lambda: [each.rings for each in hearers] == expected, "one of them to hear it")  # noqa: B023 - at once
+    hearers += started(1)[0]
+    for expected in ([2, 2, 0], [2, 2, 1], [3, 2, 1]):
+        ringer.ring()
+        wait_until(lambda: [each.rings for each in hearers] == expected, "one of them to hear it")  # noqa: B023 - at once
+    task_id = uuid4()
+    ringer.cancel(task_id)
+    wait_until(lambda: all(each.cancelled == [task_id] for each in hearers), "all of them to hear it")
+
+
+def test_a_ring_that_is_passed_on_goes_round_once(ringer: Bell, started: Start) -> None:
+    """Everybody is full: then who gets free looks by itself."""
+    hearers, ears = started(4)
+    for hearer, ear in zip(hearers, ears, strict=True):
+        hearer.on_ring = ear.pass_on
+    ringer.ring()
+    wait_until(lambda: [each.rings for each in hearers] == [1, 1, 1, 1], "all of them to hear it")
+    hearers[2].on_ring = lambda: None
+    ringer.ring()
+    wait_until(lambda: [each.rings for each in hearers] == [1, 2, 2, 1], "the next, and the one that has room")
+    ears[0].pass_on()  # not rung for: there is nothing to pass on
+    time.sleep(0.05)
+    assert [each.rings for each in hearers] == [1, 2, 2, 1]
+
+
+def test_a_ring_waits_for_nobody(ringer: Bell, started: Start) -> None:
     """A worker that does not listen, because its task holds the interpreter, costs the others nothing."""
-    busy, free = Hearer(), Hearer()
-    ears = [Ear(directory, 0, busy), Ear(directory, 1, free)]
-    for ear in ears:
-        assert ear.start()
+    (busy, free), _ = started(2)
     busy.may_go_on.clear()
     try:
         began = time.monotonic()
@@ -88,6 +123,10 @@ def test_a_ring_waits_for_nobody(directory: Path, ringer: Bell) -> None:
 
         wait_until(hears_it, "the other to hear it")
         assert busy.rings == 1
+        before = free.rings
+        ringer.ring()
+        ringer.ring()
+        wait_until(lambda: free.rings > before, "the other to be rung for")
         busy.may_go_on.set()
         wait_until(lambda: busy.rings > 1, "it to hear that it was rung for meanwhile")
         ringer.cancel(last)
@@ -95,8 +134,6 @@ def test_a_ring_waits_for_nobody(directory: Path, ringer: Bell) -> None:
         assert busy.rings == 2, "rings that pile up say one thing"
     finally:
         busy.may_go_on.set()
-        for ear in ears:
-            ear.stop()
 
 
 def test_the_socket_of_a_dead_worker_is_cleared_away(directory: Path, ringer: Bell) -> None:
@@ -117,7 +154,7 @@ def test_nonsense_is_not_heard(directory: Path, ringer: Bell) -> None:
     assert ear.start()
     path = str(next(directory.iterdir()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        for nonsense in (b"", b"cancel", b"cancel \xff", b"cancel 42", b"x" * 1000):
+        for nonsense in (b"", b"cancel", b"cancel \xff", b"cancel 42", b"ringing", b"x" * 1000):
             sender.sendto(nonsense, path)
     ringer.ring()
     wait_until(lambda: hearer.rings == 1, "the ring behind it")

@@ -20,6 +20,7 @@ import pytest
 from psycopg import sql
 
 import tasklib
+from tasklib import TaskWorker
 from tasklib.duties.statements import KeeperStatements
 from tasklib.statements import WorkerStatements
 from tasklib.worker.session import Session
@@ -31,7 +32,7 @@ from tasklib_daemon.keeper import Keeper
 from tests.history import keep
 from tests.keeper_worker import keeper_nap, worker_process
 from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running
+from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -455,7 +456,9 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
         running(given.config(), listen=False, duties=False, poll_interval_seconds=60) as worker,
     ):
         ear = Ear(given.runtime_directory, 0, worker)
-        assert ear.start()
+        worker.is_rung = ear.start()
+        assert worker.is_rung
+        worker.ring()  # it looks once more, and from then on inserts ring for it
         try:
             wait_until(lambda: kept.is_so(listening=True), "the keeper to listen")
             time.sleep(0.3)  # its first looks are over
@@ -472,6 +475,75 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
         said = [each for each in kept.said if each["say"] == "cancel"]
         assert said
         assert {(each["task_id"], each["token"]) for each in said} == {(str(slow), 1)}
+
+
+@pytest.fixture
+def crowd(own: Callable[..., Settings], conn: Conn) -> Iterator[list[TaskWorker]]:
+    """Five idle workers of one daemon, with two slots each, that poll once a minute; and its keeper."""
+    given = own()
+    with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(Kept(given))
+        wait_until(lambda: kept.is_so(listening=True), "the keeper to listen")
+        workers = []
+        for slot in range(5):
+            options: dict[str, Any] = {"listen": False, "duties": False, "poll_interval_seconds": 60}
+            worker = stack.enter_context(running(given.config(), concurrency=2, buffer_size=0, **options))
+            ear = Ear(given.runtime_directory, slot, worker)
+            worker.is_rung, worker.on_full = ear.start(), ear.pass_on
+            stack.callback(ear.stop)
+            worker.ring()  # it looks once more, and from then on inserts ring for it
+            workers.append(worker)
+        asleep = "select count(*) from pg_locks where locktype = 'advisory' and objsubid = 2"
+        wait_until(lambda: conn.execute(asleep).fetchone() == (5,), "all to be asleep")
+        yield workers
+
+
+def looks(workers: list[TaskWorker]) -> list[int]:
+    return [worker._crew.loops["claim"].beats for worker in workers if worker._crew is not None]
+
+
+@pytest.mark.direct("listens, which no pooler lets it do")
+def test_a_task_wakes_one_worker(client: tasklib.Client, crowd: list[TaskWorker]) -> None:
+    """Another one each time: all others would look in vain."""
+    before = looks(crowd)
+    for _ in range(5):
+        task = client.submit_task("keeper_work")
+        wait_until(lambda: get(client, task).state == "completed", "it to run", seconds=3)  # noqa: B023 - at once
+    woken = [after - earlier for earlier, after in zip(before, looks(crowd), strict=True)]
+    assert min(woken) >= 1, "in turn"
+    assert sum(woken) <= 12, "one for the ring, and perhaps one when its slot is free"
+
+
+@pytest.mark.direct("listens, which no pooler lets it do")
+def test_a_burst_wakes_all_who_have_room(client: tasklib.Client, crowd: list[TaskWorker]) -> None:
+    """Each takes what it has room for, and passes the ring on."""
+    buffers = [worker._crew.buffer for worker in crowd if worker._crew is not None]
+    seen: list[list[int]] = []
+
+    @tasklib.task
+    def burst() -> None:
+        time.sleep(0.1)
+        seen.append([len(buffer.executing()) for buffer in buffers])
+        time.sleep(0.1)
+
+    began = time.monotonic()
+    for task in client.submit_many([burst.new() for _ in range(50)]):
+        wait_final(client, task)
+    assert [2] * 5 in seen[:10], "all slots at once, in the first round"
+    assert time.monotonic() - began < 3, "five rounds of 0.2 s"
+
+
+@pytest.mark.direct("listens, which no pooler lets it do")
+def test_a_ring_goes_past_who_cannot_take_it(client: tasklib.Client, crowd: list[TaskWorker]) -> None:
+    """Paused, stopping, or full: the next one gets it."""
+    paused, stopped, full, *_ = crowd
+    paused.pause()
+    stopped.stop()
+    assert full._crew is not None
+    full._crew.buffer.pause()  # no room, as far as its claimer can see
+    for _ in range(10):
+        task = client.submit_task("keeper_work")
+        wait_until(lambda: get(client, task).state == "completed", "it to run", seconds=3)  # noqa: B023 - at once
 
 
 # --- what it does when elected ---

@@ -1,4 +1,4 @@
-"""Inserts ring once per statement and queue; a ring carries nothing."""
+"""Inserts ring once per statement and queue, while somebody sleeps; a ring carries nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tasklib
 from tasklib import TaskWorker
 from tests.raw_sql import Conn, literal
-from tests.working import get
+from tests.working import get, sleep_on
 
 
 def heard(listener: Conn) -> Counter[tuple[str, str]]:
@@ -26,8 +26,10 @@ def heard(listener: Conn) -> Counter[tuple[str, str]]:
 
 @pytest.fixture
 def listener(conn: Conn) -> Conn:
+    """It hears everything, and sleeps on all queues."""
     for channel in ("task_new", "task_queue_default", '"task_queue_mail.out"', '"end"'):
         conn.execute(literal(f"listen {channel}"))
+    sleep_on(conn, "*")
     return conn
 
 

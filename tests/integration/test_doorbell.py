@@ -1,0 +1,350 @@
+"""The doorbell: inserts ring only while somebody sleeps, and nobody sleeps through a task."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+import tasklib
+from tasklib import TaskWorker, embedded, migrate
+from tasklib.worker.doorbell import Doorbell
+from tests.raw_sql import Conn, literal
+from tests.waiting import wait_until
+from tests.working import running, sleep_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.raw_sql import NewDatabase
+
+pytestmark = pytest.mark.direct("is about LISTEN, and locks of sessions")
+
+NEVER = 60.0  # seconds between polls: what is found, is found otherwise
+
+_ASLEEP = """
+select count(distinct pid) from pg_locks
+ where locktype = 'advisory' and database = (select oid from pg_database where datname = current_database())
+   and classid = (hashtext('tasklib.sleep')::bigint & 4294967295)::oid and granted
+"""
+
+
+def asleep(conn: Conn) -> int:
+    """How many have said that they sleep."""
+    (count,) = conn.execute(_ASLEEP).fetchone() or (0,)
+    return int(count)
+
+
+def wait_asleep(conn: Conn, count: int = 1) -> None:
+    wait_until(lambda: asleep(conn) == count, f"{count} to be asleep")
+
+
+def rings(listener: Conn) -> int:
+    """How many have been sent since the last time: a notification of our own marks the end."""
+    listener.execute("select pg_notify('end', '')")
+    for count, notify in enumerate(listener.notifies(timeout=20)):
+        if notify.channel == "end":
+            return count
+    raise AssertionError("the listener's own notification did not come")
+
+
+@pytest.fixture
+def listener(database_url: str) -> Iterator[Conn]:
+    """It only listens: who sleeps, others say."""
+    with psycopg.connect(database_url, autocommit=True) as made:
+        made.execute('listen task_new; listen "end"')
+        yield made
+
+
+@pytest.fixture
+def other(database_url: str) -> Iterator[Conn]:
+    with psycopg.connect(database_url) as made:
+        yield made
+
+
+@pytest.fixture
+def ran() -> threading.Event:
+    """Set by the task `job`."""
+    made = threading.Event()
+    tasklib.task(name="job")(made.set)
+    return made
+
+
+def insert(conn: Conn, queue: str = "default") -> None:
+    conn.execute("insert into tasklib.tasks (name, queue) values ('job', %s)", [queue])
+
+
+# --- who rings ---
+
+
+def test_nobody_asleep_nothing_sent(listener: Conn, conn: Conn, client: tasklib.Client) -> None:
+    """A notifying commit holds a lock of the whole server."""
+    client.submit_task("job")
+    client.submit_many([tasklib.task(name="other")(lambda: None).new() for _ in range(100)])
+    insert(conn)
+    assert rings(listener) == 0
+
+
+def test_one_who_sleeps_is_rung_for_once_a_statement(listener: Conn, conn: Conn, other: Conn) -> None:
+    sleep_on(conn, "default")
+    other.execute("insert into tasklib.tasks (name) select 'job' from generate_series(1, 50)")
+    other.commit()
+    assert rings(listener) == 1
+    insert(other)
+    other.rollback()
+    assert rings(listener) == 0
+
+
+@pytest.mark.parametrize(
+    ("sleeps_on", "expected"), [(["default"], 0), (["busy"], 1), (["default", "busy"], 1), (["*"], 1)]
+)
+def test_an_idle_queue_does_not_ring_for_a_busy_one(
+    listener: Conn, conn: Conn, other: Conn, sleeps_on: list[str], expected: int
+) -> None:
+    """Who sleeps says on which queues."""
+    sleep_on(conn, *sleeps_on)
+    insert(other, "busy")
+    other.commit()
+    assert rings(listener) == expected
+
+
+def test_a_schema_has_a_doorbell_of_its_own(new_database: NewDatabase) -> None:
+    url = new_database()
+    for schema in ("tasklib", "another"):
+        migrate.migrate(tasklib.Config(url, schema=schema))
+    with psycopg.connect(url, autocommit=True) as listener, psycopg.connect(url, autocommit=True) as other:
+        listener.execute('listen task_new; listen "end"')
+        sleep_on(listener, "*")
+        other.execute("select another.submit('job')")
+        assert rings(listener) == 0
+        other.execute("select tasklib.submit('job')")
+        assert rings(listener) == 1
+
+
+def test_a_cancelled_insert_leaves_no_lock(conn: Conn, other: Conn) -> None:
+    """At whatever moment it is cancelled: the session may be a pool's, and would ring, or be rung for, for ever."""
+    cancelled = 0
+    for milliseconds in range(1, 41):
+        other.execute(literal(f"set local statement_timeout = {milliseconds}"))
+        try:
+            other.execute("select tasklib.ring('default') from generate_series(1, 1000000)")
+        except psycopg.errors.QueryCanceled:
+            cancelled += 1
+        other.rollback()
+        assert conn.execute("select count(*) from pg_locks where locktype = 'advisory'").fetchone() == (0,)
+    assert cancelled > 20
+
+
+def test_prepared_transactions_with_the_doorbell_off(ran: threading.Event) -> None:
+    """PostgreSQL does not prepare what has notified. Off, nothing is sent and nothing locked."""
+    with embedded.postgres(settings={"max_prepared_transactions": 2}) as server:
+        migrate.migrate(tasklib.Config(server.dsn))
+        with psycopg.connect(server.dsn) as other, psycopg.connect(server.dsn, autocommit=True) as conn:
+            sleep_on(conn, "*")
+            insert(other)
+            with pytest.raises(psycopg.errors.FeatureNotSupported, match="NOTIFY"):
+                other.execute("prepare transaction 'loud'")
+            other.rollback()
+            other.execute("set local tasklib.doorbell = off")
+            insert(other)
+            other.execute("prepare transaction 'silent'")
+            assert sleep_on(conn, "*"), "nothing says that somebody is about to commit"
+            conn.execute("commit prepared 'silent'")
+        TaskWorker(tasklib.Config(server.dsn)).run_until_empty_sync()
+    assert ran.is_set()
+
+
+# --- who sleeps ---
+
+
+def test_a_task_of_one_who_looked_before_somebody_slept_is_found(
+    config: tasklib.Config, conn: Conn, other: Conn, ran: threading.Event
+) -> None:
+    """It rings for nobody. The worker knows that somebody may be about to commit, and looks, less and less often."""
+    insert(other)
+    with running(config, poll_interval_seconds=NEVER) as worker:
+        wait_asleep(conn)
+        crew = worker._crew
+        assert crew is not None
+        time.sleep(2)
+        assert 5 < crew.loops["claim"].beats < 25, "an open transaction must not make it spin"
+        assert not ran.is_set()
+        other.commit()
+        assert ran.wait(4), "the pauses double: it takes no longer than the transaction was open"
+
+
+def test_rings_do_not_use_up_the_doubt(
+    config: tasklib.Config, conn: Conn, other: Conn, client: tasklib.Client, ran: threading.Event
+) -> None:
+    """What others submit meanwhile makes it look; whom it waits for, it asks for by the clock."""
+    insert(other)
+    tasklib.task(name="more")(lambda: None)
+    with running(config, poll_interval_seconds=NEVER):
+        wait_asleep(conn)
+        began = time.monotonic()
+        while time.monotonic() - began < 0.2:
+            client.submit_task("more")
+        other.commit()
+        assert ran.wait(3)
+
+
+def test_a_task_of_one_who_looks_after_somebody_slept_rings(
+    config: tasklib.Config, conn: Conn, other: Conn, ran: threading.Event
+) -> None:
+    """However long its transaction is open."""
+    with running(config, poll_interval_seconds=NEVER) as worker:
+        wait_asleep(conn)
+        crew = worker._crew
+        assert crew is not None
+        wait_until(lambda: not crew.claimer._doorbell.is_in_doubt, "it to be sure")
+        insert(other)
+        time.sleep(1)
+        began = time.monotonic()
+        other.commit()
+        assert ran.wait(5)
+        assert time.monotonic() - began < 1
+
+
+def test_what_is_committed_between_the_look_and_the_sleep_is_found(
+    config: tasklib.Config, conn: Conn, ran: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks once more after it has said that it sleeps."""
+    arm = Doorbell.arm
+    inserted: list[int] = []
+
+    def late(self: Doorbell) -> None:
+        if not inserted:
+            inserted.append(asleep(conn))
+            insert(conn)
+        arm(self)
+
+    monkeypatch.setattr(Doorbell, "arm", late)
+    with running(config, poll_interval_seconds=NEVER):
+        assert ran.wait(5)
+    assert inserted == [0]
+
+
+def test_one_who_is_looking_for_sleepers_does_not_keep_a_worker_from_sleep(
+    config: tasklib.Config, conn: Conn, other: Conn, ran: threading.Event
+) -> None:
+    """The lock is tried, and taken by somebody just then: so it is tried again soon."""
+    other.execute("select pg_advisory_xact_lock(hashtext('tasklib.sleep'), hashtext('*'))")
+    with running(config, poll_interval_seconds=NEVER):
+        time.sleep(0.3)
+        other.rollback()
+        wait_asleep(conn)
+        insert(conn)
+        assert ran.wait(5)
+
+
+def test_a_busy_worker_is_not_rung_for_and_misses_nothing(
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, listener: Conn, ran: threading.Event
+) -> None:
+    """It has no room, and looks when it has."""
+    release = threading.Event()
+    tasklib.task(name="long")(lambda: release.wait(20))
+    with running(config, poll_interval_seconds=NEVER):
+        wait_asleep(conn)
+        client.submit_task("long")
+        wait_asleep(conn, 0)
+        rings(listener)
+        client.submit_task("job")
+        assert rings(listener) == 0
+        release.set()
+        assert ran.wait(5)
+        wait_asleep(conn)
+
+
+def test_a_steady_load_does_not_ring(config: tasklib.Config, client: tasklib.Client, conn: Conn) -> None:
+    """The worker has room all the time, and work without a break: it looks by itself, and sleeps when that ends."""
+    done: list[int] = []
+    submitted: list[int] = []
+    tasklib.task(name="quick")(lambda: done.append(1))
+    with running(config, concurrency=50, poll_interval_seconds=NEVER):
+        wait_asleep(conn)
+        deadline = time.monotonic() + 20
+        while asleep(conn):  # it asks to be rung for
+            assert time.monotonic() < deadline
+            conn.execute("select tasklib.submit('quick')")
+            submitted.append(1)
+        wait_until(lambda: len(done) == len(submitted), "all of them", seconds=5)
+        wait_asleep(conn)
+        client.submit_task("quick")
+        wait_until(lambda: len(done) == len(submitted) + 1, "one more", seconds=5)
+
+
+def test_a_paused_worker_is_not_rung_for(
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, ran: threading.Event
+) -> None:
+    with running(config, poll_interval_seconds=NEVER) as worker:
+        wait_asleep(conn)
+        worker.pause()
+        wait_asleep(conn, 0)
+        client.submit_task("job")
+        worker.resume()
+        assert ran.wait(5)
+
+
+def test_one_whom_nobody_wakes_does_not_say_that_it_sleeps(
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, ran: threading.Event
+) -> None:
+    """Without a listener, unless somebody else rings."""
+    with running(config, listen=False, poll_interval_seconds=0.05) as worker:
+        client.submit_task("job")
+        assert ran.wait(5)
+        crew = worker._crew
+        assert crew is not None
+        beats = crew.loops["claim"].beats
+        wait_until(lambda: crew.loops["claim"].beats > beats + 3, "it to sleep and wake")
+        assert asleep(conn) == 0
+        worker.is_rung = True
+        wait_asleep(conn)
+        worker.is_rung = False
+        wait_asleep(conn, 0)
+
+
+def test_a_lost_connection_is_said_anew(
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, ran: threading.Event
+) -> None:
+    """While it sleeps it does not notice: the next poll does, and says again that it sleeps."""
+    with running(config, poll_interval_seconds=1.0):
+        wait_asleep(conn)
+        conn.execute(
+            """select pg_terminate_backend(pid) from pg_stat_activity
+                where datname = current_database() and application_name = 'tasklib:claim'"""
+        )
+        wait_asleep(conn, 0)
+        client.submit_task("job")
+        assert ran.wait(5)
+        wait_asleep(conn)
+
+
+def test_nothing_is_left_when_it_stops(config: tasklib.Config, conn: Conn) -> None:
+    with running(config):
+        wait_asleep(conn)
+    wait_asleep(conn, 0)
+
+
+def test_transactions_of_all_lengths_around_short_sleeps_lose_nothing(config: tasklib.Config) -> None:
+    """A worker that falls asleep again and again, and never polls: all are found soon after the last commit."""
+    done: list[int] = []
+    tasklib.task(name="quick")(lambda: done.append(1))
+
+    def submit_some(seed: int) -> int:
+        dice = random.Random(seed)
+        with psycopg.connect(config.database_url) as own:
+            for _ in range(100):
+                own.execute("select tasklib.submit('quick')")
+                time.sleep(dice.choice([0, 0, 0.001, 0.004, 0.02]))
+                own.commit()
+                time.sleep(dice.choice([0, 0, 0.002, 0.01, 0.03]))
+        return 100
+
+    with running(config, concurrency=4, poll_interval_seconds=NEVER), ThreadPoolExecutor(3) as pool:
+        submitted = sum(pool.map(submit_some, range(3)))
+        wait_until(lambda: len(done) == submitted, "all of them", seconds=2)
