@@ -14,6 +14,7 @@ python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors,
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
+python3 dev.py manifests  write the manifests anew that are made from the files of grafana/
 python3 dev.py setup      make .venv and install everything into it
 """
 
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
         "soak": soak,
         "bench": lambda options: run_in_venv("-m", "bench", *options),
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
+        "manifests": lambda options: run_in_venv("-m", "tests.manifests", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
     if command not in commands:
@@ -99,7 +101,20 @@ def lint(_options: list[str]) -> int:
         ("mypy", [BIN / "mypy"]),
         ("pyright", [BIN / "basedpyright", "--level", "error"]),
         ("imports", [BIN / "lint-imports"]),
-        ("spelling", [BIN / "codespell", "tasklib", "daemon", "tests", "docs", "README.md", "CHANGELOG.md"]),
+        (
+            "spelling",
+            [
+                BIN / "codespell",
+                "tasklib",
+                "daemon",
+                "tests",
+                "docs",
+                "systemd",
+                "kubernetes",
+                "README.md",
+                "CHANGELOG.md",
+            ],
+        ),
     )
 
 
@@ -161,6 +176,7 @@ def test_on_15() -> int:
         "test_embedded.py", "test_pooler.py", "test_borrowed_*.py", "test_django*.py", "test_fastapi.py",
         "test_testing.py", "test_hostile_code.py", "test_cli.py", "test_exactly_once_races.py", "test_isolation.py",
         "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
+        "test_daemon_sdnotify.py",
     )  # fmt: skip
     suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]
     suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]

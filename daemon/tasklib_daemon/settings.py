@@ -255,7 +255,7 @@ def _from_file(path: Path) -> dict[str, _Given]:
 
 
 def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
-    """One file for each secret. Other files are the application's, unless they look like ours misspelt."""
+    """One file for each secret; an empty one is none. Others are the application's, unless they look like ours."""
     directory = environment.get("CREDENTIALS_DIRECTORY")
     if not directory:
         return {}
@@ -264,7 +264,8 @@ def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
     try:
         for file in Path(directory).iterdir():
             if file.name in names:
-                found[names[file.name]] = _Given(file.read_text("utf-8").strip(), f"credential {file.name}")
+                if value := file.read_text("utf-8").strip():
+                    found[names[file.name]] = _Given(value, f"credential {file.name}")
             elif nearest := difflib.get_close_matches(file.name, names, 1, cutoff=0.8):
                 raise InvalidConfig(f"unknown credential {file.name} in {directory}: did you mean {nearest[0]}?")
     except OSError as error:

@@ -84,6 +84,18 @@ def describe(status: Status) -> list[str]:
     return lines + [_describe_child(name, child) for name, child in others.items() if child]
 
 
+def headline(status: Status) -> str:
+    """In one line, for a service manager. What changes all the time is told only while somebody waits for it."""
+    state, workers = status.get("state", "starting"), status.get("workers", [])
+    ready = sum(_is_claiming(worker) for worker in workers)
+    words = [f"{ready} of {status.get('wanted_workers', len(workers))} workers ready"]
+    if state in {"draining", "stopping"}:
+        words = [f"{sum(worker.get('running', 0) for worker in workers)} tasks execute"]
+    if not status.get("database", False):
+        words.append("no connection to the database")
+    return f"{state}: {', '.join([*words, *status.get('problems', [])])}"
+
+
 def _describe_child(name: str, child: ChildStatus) -> str:
     words = [f"  {name:<10} {child.get('state', '?'):<9} pid {child.get('pid') or '-'}"]
     words += [f"{child.get(key)} {key}" for key in ("running", "claimed", "ended", "restarts") if key in child]

@@ -8,6 +8,7 @@ reports wait until a keeper has settled them.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
 import os
 import select
@@ -48,8 +49,11 @@ from tasklib_daemon.plan import (
     plan,
     why_hung,
 )
+from tasklib_daemon.redaction import redactor
+from tasklib_daemon.sdnotify import ServiceManager
 from tasklib_daemon.signals import Signals
 from tasklib_daemon.stacks import Stacks
+from tasklib_daemon.status import headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from tasklib_daemon.control import Request
     from tasklib_daemon.page import PageView
     from tasklib_daemon.plan import Action, Cause
+    from tasklib_daemon.sdnotify import Phase
     from tasklib_daemon.settings import Settings
     from tasklib_daemon.status import ChildStatus, Status
 
@@ -114,6 +119,9 @@ class Supervisor:
         self._signals: Signals | None = None
         self._control: ControlServer | None = None
         self._guardian = Guardian(self._mark)
+        self._manager = ServiceManager(os.environ)
+        self._headline = ""
+        self._last_words: str | None = None
 
     @property
     def settings(self) -> Settings:
@@ -137,6 +145,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         """The guardian first: it has nothing of what comes later."""
+        faulthandler.enable(logs.fileno())  # a watchdog's SIGABRT shows where the loop hangs
         kernel.adopt_orphans()
         self._control = ControlServer(self.settings.control_socket)
         self._guard()
@@ -403,6 +412,7 @@ class Supervisor:
         if self._exit_code is None:
             log.error("daemon.failed", message=failure.message, code=int(failure.code))
             self._exit_code = int(failure.code)
+            self._last_words = redactor(self.settings.secrets())(failure.message)
         self._ending = Ending(time.monotonic(), is_now=True)
 
     # --- what it does ---
@@ -503,6 +513,7 @@ class Supervisor:
 
     def _reload(self) -> None:
         self._wants_reload = False
+        self._manager.note_reload()
         try:
             settings = self._reread()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old one serves
@@ -544,12 +555,16 @@ class Supervisor:
         if now >= self._tell_at:
             self._tell_at = now + TELL_SECONDS
             self._once_a_second(now)
+        phase, words = self._phase(), self._last_words or self._headline
+        # Children that die again and again get no more time to start: the manager is to say that it failed.
+        self._manager.tell(phase, words, now, extends=phase != "starting" or not self._problems)
 
     def _once_a_second(self, now: float) -> None:
         for kid in self._kids.values():
             kid.measure()
         self._cancels = {task: moment for task, moment in self._cancels.items() if moment > now - 60}
         self._judge_health(now)
+        self._headline = headline(self._status())
         workers = [self._kid_status(kid) for kid in self._workers() if kid.view is not None and kid.view.worker_id]
         for kid in self._keepers():
             kid.channel.send({"say": "workers", "workers": workers}, is_status=True)
@@ -614,6 +629,14 @@ class Supervisor:
         if not self._has_started:
             return "starting"
         return "paused" if self._is_paused else "running"
+
+    def _phase(self) -> Phase:
+        """As a service manager sees it."""
+        if self._ending is not None:
+            return "stopping"
+        if not self._has_started:
+            return "starting"
+        return "reloading" if self._coming is not None else "running"
 
     def _statuses(self, role: str) -> Iterator[ChildStatus]:
         """Every child, and every wanted place that has none."""

@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
 import tasklib
+
+PLACES = ("/", "/etc", "/opt", "/tmp", "/usr", "/var")  # noqa: S108 - whether they are writable
 
 # What the import is to do, for tests of boot errors and of preloading: a word, or a file with one, for another time.
 _word = os.environ.get("DAEMON_APP_IMPORT", "")
@@ -44,6 +47,21 @@ def submit_another(text: str) -> str:
 @tasklib.task
 def pid() -> int:
     return os.getpid()
+
+
+@tasklib.task
+def surroundings() -> dict[str, Any]:
+    """Where a task finds itself, and what it may do there."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines())
+    return {
+        "variables": sorted(os.environ),
+        "user": os.geteuid(),
+        "writable": [place for place in PLACES if os.access(place, os.W_OK)],
+        "capabilities": int(status["CapEff"], 16) | int(status["CapBnd"], 16),
+        "no_new_privileges": int(status["NoNewPrivs"]),
+        "filters": int(status["Seccomp"]),
+        "parent": os.getppid(),
+    }
 
 
 @tasklib.task

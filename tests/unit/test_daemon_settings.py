@@ -72,6 +72,15 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert (config.worker_id, settings.name) == (socket.gethostname(), socket.gethostname())
 
 
+def test_an_empty_credential_is_none(tmp_path: Path) -> None:
+    """A service manager that finds no file for one may give an empty one instead."""
+    for name in ("database_url", "listen_database_url", "web_token"):
+        write(tmp_path / name, "\n")
+    settings = load(None, {"CREDENTIALS_DIRECTORY": str(tmp_path), "DATABASE_URL": URL})
+    assert (settings.config().database_url, settings.config().listen_database_url) == (URL, None)
+    assert settings.web.token is None
+
+
 def test_database_of_other_programs_is_the_last_resort() -> None:
     """DATABASE_URL, then libpq's own variables; with none of them, it says what to set."""
     assert load(None, {"DATABASE_URL": URL, "PGHOST": "x"}).config().database_url == URL
