@@ -3,6 +3,8 @@
 from tasklib.application import (
     as_completed,
     as_completed_sync,
+    backlog,
+    backlog_async,
     cancel_task,
     cancel_task_async,
     close,
@@ -14,12 +16,16 @@ from tasklib.application import (
     init,
     list_tasks,
     list_tasks_async,
+    queue_statistics,
+    queue_statistics_async,
     retry_task,
     retry_task_async,
     submit_many,
     submit_many_sync,
     submit_task,
     submit_task_sync,
+    task_statistics,
+    task_statistics_async,
     wait_for,
     wait_for_sync,
 )
@@ -82,6 +88,7 @@ from tasklib.record import (
 from tasklib.retry import Exponential, Fixed, Linear
 from tasklib.statements import ListFilters
 from tasklib.states import State
+from tasklib.statistics import QueueStatistics, TaskStatistics
 from tasklib.submission import NewTask
 from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
 from tasklib.version import __version__
@@ -115,6 +122,7 @@ __all__ = [
     "NoCurrentTask",
     "NotInitialised",
     "OnCrash",
+    "QueueStatistics",
     "RegisteredTask",
     "ResultTimeout",
     "Retry",
@@ -140,6 +148,7 @@ __all__ = [
     "TaskNotFound",
     "TaskNotRegistered",
     "TaskOptions",
+    "TaskStatistics",
     "TaskWorker",
     "TasklibError",
     "TimeoutInterrupt",
@@ -147,6 +156,8 @@ __all__ = [
     "around_task",
     "as_completed",
     "as_completed_sync",
+    "backlog",
+    "backlog_async",
     "cancel_task",
     "cancel_task_async",
     "close",
@@ -172,6 +183,8 @@ __all__ = [
     "list_tasks_async",
     "on_worker_start",
     "on_worker_stop",
+    "queue_statistics",
+    "queue_statistics_async",
     "retry_task",
     "retry_task_async",
     "submit_many",
@@ -179,6 +192,8 @@ __all__ = [
     "submit_task",
     "submit_task_sync",
     "task",
+    "task_statistics",
+    "task_statistics_async",
     "wait_for",
     "wait_for_sync",
 ]

@@ -11,7 +11,7 @@ from tasklib.errors import NotInitialised
 from tasklib.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import datetime, timedelta
     from uuid import UUID
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tasklib.options import OnCrash
     from tasklib.record import Task
     from tasklib.statements import ListFilters
+    from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.submission import NewTask
     from tasklib.task import TaskFunction
 
@@ -225,3 +226,32 @@ def expire_tasks() -> int:
 
 async def expire_tasks_async() -> int:
     return await default_async_client().expire_tasks()
+
+
+def queue_statistics(queue: str | None = None) -> list[QueueStatistics]:
+    """How many tasks wait or are held, and for how long: of one queue, or of all that have any."""
+    return default_client().queue_statistics(queue)
+
+
+async def queue_statistics_async(queue: str | None = None) -> list[QueueStatistics]:
+    return await default_async_client().queue_statistics(queue)
+
+
+def task_statistics(window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
+    """What became of attempts lately, by task: how many, how many a second, how long they took and had waited. To the
+    minute; what has ended in the last seconds may not be in it yet.
+    """
+    return default_client().task_statistics(window_seconds, name)
+
+
+async def task_statistics_async(window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
+    return await default_async_client().task_statistics(window_seconds, name)
+
+
+def backlog(queues: Sequence[str] | None = None) -> int:
+    """How many tasks there are to do: ready, due, or held by a worker. Counted up to 10,000: for scaling."""
+    return default_client().backlog(queues)
+
+
+async def backlog_async(queues: Sequence[str] | None = None) -> int:
+    return await default_async_client().backlog(queues)

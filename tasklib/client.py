@@ -21,6 +21,7 @@ from tasklib.handles import Handle
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.registry import default_registry
 from tasklib.statements import Statements, as_uuid
+from tasklib.statistics import StatisticsStatements
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tasklib.options import SubmitOptions
     from tasklib.record import Task
     from tasklib.statements import ListFilters
+    from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
 
 R = TypeVar("R")
@@ -45,6 +47,7 @@ class Client:
         self, config: Config, database: Database | None = None, *, connection: Callable[[], Any] | None = None
     ) -> None:
         self._statements = Statements(_checked(config))
+        self._statistics = StatisticsStatements(config)
         self.config = config
         self.database = database or Database(config)
         self._connection = connection  # for submits that name none
@@ -132,6 +135,20 @@ class Client:
         """End waiting tasks whose `expires_at` has passed, as workers do every second: at most 1,000. How many."""
         return self.database.run(self._statements.expire())[0]
 
+    def queue_statistics(self, queue: str | None = None) -> list[QueueStatistics]:
+        """How many tasks wait or are held, and for how long: of one queue, or of all that have any."""
+        return self.database.run(self._statistics.queues(queue))[0]
+
+    def task_statistics(self, window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
+        """What became of attempts lately, by task: how many, how many a second, how long they took and had waited. To
+        the minute; what has ended in the last seconds may not be in it yet.
+        """
+        return self.database.run(self._statistics.tasks(window_seconds, name))[0]
+
+    def backlog(self, queues: Sequence[str] | None = None) -> int:
+        """How many tasks there are to do: ready, due, or held by a worker. Counted up to 10,000: for scaling."""
+        return self.database.run(self._statistics.backlog(queues))[0]
+
     def close(self) -> None:
         self.database.close()
 
@@ -154,6 +171,7 @@ class AsyncClient:
 
     def __init__(self, config: Config, database: Database | None = None, *, through: Client | None = None) -> None:
         self._statements = Statements(_checked(config))
+        self._statistics = StatisticsStatements(config)
         self.config = config
         self.database = database or Database(config)
         self._through = through  # submits that name no connection are on its own, a sync one
@@ -237,6 +255,15 @@ class AsyncClient:
 
     async def expire_tasks(self) -> int:
         return (await self.database.run_async(self._statements.expire()))[0]
+
+    async def queue_statistics(self, queue: str | None = None) -> list[QueueStatistics]:
+        return (await self.database.run_async(self._statistics.queues(queue)))[0]
+
+    async def task_statistics(self, window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
+        return (await self.database.run_async(self._statistics.tasks(window_seconds, name)))[0]
+
+    async def backlog(self, queues: Sequence[str] | None = None) -> int:
+        return (await self.database.run_async(self._statistics.backlog(queues)))[0]
 
     async def close(self) -> None:
         await self.database.close_async()

@@ -7,6 +7,7 @@ arguments are shown to every user of the machine by `ps`. Exit codes: 0 done, 1 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,9 @@ from tasklib.strict_json import parse_json
 from tasklib.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from tasklib.statistics import QueueStatistics, TaskStatistics
 
 app = typer.Typer(
     name="tasklib",
@@ -170,6 +173,40 @@ def show(task_id: str, as_json: Json = False) -> None:
         typer.echo(_json(task.to_dict()))
     else:
         _print(_task_table(task))
+
+
+@app.command()
+def stats(
+    window: Annotated[float, typer.Option(help="Seconds to look back at what became of tasks.")] = 3600,
+    as_json: Json = False,
+) -> None:
+    """Show how the queues are, and what became of tasks lately."""
+    with Client(Config.from_environment()) as client:
+        queues, tasks = client.queue_statistics(), client.task_statistics(window)
+    if as_json:
+        typer.echo(_json({"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}))
+        return
+    _print(
+        _figures_table(
+            queues, ("queue", "ready", "scheduled", "retrying", "claimed", "running", "oldest_ready_age_seconds")
+        )
+    )
+    typer.echo(f"\nin the last {_duration(window)}:")
+    _print(_figures_table(tasks, (
+        "name", "attempts", "completed", "failed", "timed_out", "crashed", "per_second", "p50_seconds", "p95_seconds",
+        "p95_wait_seconds",
+    )))  # fmt: skip
+
+
+def _figures_table(rows: Iterable[QueueStatistics | TaskStatistics], columns: Sequence[str]) -> Table:
+    table = Table(*(column.replace("_", " ") for column in columns), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(_figure(getattr(row, column)) for column in columns))
+    return table
+
+
+def _figure(value: str | float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:

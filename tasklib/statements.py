@@ -164,6 +164,7 @@ class ClaimedTask(NamedTuple):
     id_text: str  # Python takes ten times as long to write an id
     claimed_by_clock: datetime
     claim_id: int
+    waited_seconds: float = 0.0  # since it could have run
 
     @classmethod
     def from_row(cls, row: Row) -> ClaimedTask:
@@ -221,6 +222,10 @@ class WorkerStatements:
         columns = [list(column) for column in zip(*completed, strict=True)]
         parameters = (worker_id, *columns, list(claim_ids))
         return Statement(self._tasks["complete"], parameters, lambda rows: rows[0][0] if rows else columns[0])
+
+    def written(self, worker_id: str, task_ids: Sequence[UUID]) -> Statement[list[tuple[UUID, int]]]:
+        """The runs of this worker, with their tokens, whose end is written."""
+        return Statement(self._tasks["written"], (worker_id, list(task_ids)), list, is_change=False)
 
     def unlocked(self, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Those of them whose rows nobody holds."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tasklib_daemon.channel import Channel
+    from tasklib_daemon.ledger import Ledger
     from tasklib_daemon.page import Page
     from tasklib_daemon.plan import Place
     from tasklib_daemon.settings import Settings
@@ -40,6 +41,7 @@ class Birth:
     page: Page
     channel: Channel
     stacks: Stacks
+    ledger: Ledger
     mark: str
     parent: int
 
@@ -81,11 +83,11 @@ def _work(birth: Birth) -> None:
     if birth.place.role == "worker":
         from tasklib_daemon import worker_child  # noqa: PLC0415
 
-        worker_child.run(birth.settings, birth.page, birth.channel, birth.place.slot)
+        worker_child.run(birth.settings, birth.page, birth.channel, birth.place.slot, birth.ledger)
     elif birth.place.role == "keeper":
         from tasklib_daemon import keeper  # noqa: PLC0415
 
-        keeper.run(birth.settings, birth.channel)
+        keeper.run(birth.settings, birth.channel, birth.ledger)
     else:
         from tasklib_daemon import web  # noqa: PLC0415
 

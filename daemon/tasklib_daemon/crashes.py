@@ -25,6 +25,7 @@ from tasklib.log import log
 from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide
 from tasklib.retry import Exponential
 from tasklib.states import State
+from tasklib.worker.tally import SECONDS, Tally, histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,7 @@ class CrashReport:
     done: tuple[Done, ...] = ()
     backends: tuple[int, ...] = ()
     died: float = field(default_factory=time.monotonic)
+    is_counted: bool = False  # what it had written and not let go of is in its ledger
 
     def to_json(self) -> dict[str, Any]:
         """Of plain values: for a message."""
@@ -88,6 +90,7 @@ class CrashReport:
             "executing": [[str(each.task_id), each.token, each.seconds] for each in self.executing],
             "done": [[str(each.task_id), each.token] for each in self.done],
             "backends": list(self.backends),
+            "is_counted": self.is_counted,
             "died": self.died,
         }
 
@@ -187,6 +190,7 @@ class _Case:
     swept_at: float | None = None  # for the first time
     sweeps: int = 0
     failures: int = 0
+    counted: set[tuple[UUID, int]] = field(default_factory=set)  # runs that are in our own ledger
 
 
 class Recoveries:
@@ -198,11 +202,14 @@ class Recoveries:
         session: Session,
         statements: WorkerStatements,
         keeper_statements: KeeperStatements,
+        *,
         on_recovered: Callable[[CrashReport, float], None] = lambda _report, _seconds: None,
+        tally: Tally | None = None,
     ) -> None:
         self._session = session
         self._statements = keeper_statements
-        self._settling = Settling(session, statements)
+        self._tally = tally or Tally()
+        self._settling = Settling(session, statements, self._tally)
         self._on_recovered = on_recovered
         self._application_name = _application_name(config)
         self._rules = Rules(
@@ -289,8 +296,25 @@ class Recoveries:
             now = held[0][1]
             decided = [case.verdict.of(task, now, _seconds_since(report)) for task, _ in held]
             settled = self._settling.settle(report.worker_id, decided, now)
+            case.counted |= {(task.id, task.fencing_token) for task, _ in held}
+            self._tally.lost(settled, "worker_died")
             log.warning("tasks.recovered", worker_id=report.worker_id, count=settled)
+        if case.swept_at is None:
+            self._count_written(case)
         self._session.run(self._statements.forget_claims(report.worker_id))
+
+    def _count_written(self, case: _Case) -> None:
+        """What the worker had settled itself and was killed before it could count: its runs that nobody holds."""
+        report = case.report
+        runs = {(each.task_id, each.token) for each in report.executing} - case.counted
+        if not report.is_counted:
+            runs |= {(each.task_id, each.token) for each in report.done} - case.counted
+        if not runs:
+            return
+        for each in self._session.run(self._statements.written([task_id for task_id, _ in runs], report.worker_id)):
+            if (each.task_id, each.token) in runs:
+                self._tally.found(each.name, each.queue, each.outcome, seconds=each.seconds, will_retry=each.will_retry)
+        case.counted |= runs
 
     def _tell(self, case: _Case) -> None:
         case.swept_at = time.monotonic()
@@ -299,6 +323,7 @@ class Recoveries:
             "worker.recovered", worker_id=report.worker_id, worker=report.name, pid=report.pid, slot=report.slot,
             how=report.how, cause=report.cause, executing=len(report.executing), seconds=round(seconds, 3),
         )  # fmt: skip
+        self._tally.add({("recovery",): histogram(SECONDS, [seconds])})
         self._on_recovered(report, seconds)
 
 

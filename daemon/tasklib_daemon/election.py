@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tasklib.log import log
+from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
     from tasklib.duties.statements import KeeperStatements
@@ -26,13 +27,21 @@ class Election:
     """A duty itself: stand, and renew three times in a term's time."""
 
     def __init__(
-        self, session: Session, statements: KeeperStatements, *, name: str, holder: str, ttl_seconds: float
+        self,
+        session: Session,
+        statements: KeeperStatements,
+        *,
+        name: str,
+        holder: str,
+        ttl_seconds: float,
+        tally: Tally | None = None,
     ) -> None:
         self._session = session
         self._statements = statements
         self._name = name
         self._holder = holder
         self._ttl_seconds = ttl_seconds
+        self._tally = tally or Tally()
         self._until = -math.inf
         self._since = math.inf
         self.term: int | None = None
@@ -60,6 +69,7 @@ class Election:
     def _note(self, term: int | None) -> None:
         self._since = time.monotonic()
         if term is not None:
+            self._tally.count("elected")
             log.info("keeper.elected", election=self._name, term=term)
         else:
             log.info("keeper.replaced", election=self._name, term=self.term)

@@ -8,6 +8,7 @@ runs no user code and imports none. Each loop has a connection of its own, so th
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import select
 import signal
@@ -23,6 +24,7 @@ from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
 from tasklib.duties.janitor import DAY_SECONDS, Janitor, Retention
 from tasklib.duties.reaper import Reaper
+from tasklib.duties.rollups import Rollups
 from tasklib.duties.rota import Rota
 from tasklib.duties.snapshots import Limits, Snapshots, WorkerState
 from tasklib.duties.statements import KeeperStatements
@@ -33,9 +35,13 @@ from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
 from tasklib.worker.session import Session
+from tasklib.worker.tally import Counts, Tally
+from tasklib_daemon import gauges
 from tasklib_daemon.bell import Bell
 from tasklib_daemon.crashes import CrashReport, Recoveries
 from tasklib_daemon.election import Election, WhenElected
+from tasklib_daemon.gauges import Gauges
+from tasklib_daemon.ledger import LedgerTally, from_json
 from tasklib_daemon.signals import Signals
 
 if TYPE_CHECKING:
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
 
     from tasklib.worker.loop import Service
     from tasklib_daemon.channel import Channel
+    from tasklib_daemon.ledger import Ledger
     from tasklib_daemon.settings import Settings
 
 Message = dict[str, Any]
@@ -58,7 +65,7 @@ LISTEN_SECONDS = 1.0  # at a time: a stop may have to wait for it
 HOUR_SECONDS = 3600.0
 
 
-def run(settings: Settings, channel: Channel) -> None:
+def run(settings: Settings, channel: Channel, ledger: Ledger | None = None) -> None:
     """Until SIGTERM, or until there is no supervisor any more. Reports that wait are dealt with first, unless a second
     SIGTERM comes.
     """
@@ -66,12 +73,14 @@ def run(settings: Settings, channel: Channel) -> None:
     poll = select.poll()
     for each in (signals, channel):
         poll.register(each, select.POLLIN)
-    with contextlib.closing(Keeper(settings, channel.send)) as keeper:
+    tally = Tally() if ledger is None else LedgerTally(ledger, "keeper")
+    with contextlib.closing(Keeper(settings, channel.send, tally)) as keeper:
         keeper.start()
         while not signals.take() and not channel.is_closed:
             keeper.tick()
             poll.poll(1000 * (TICK_SECONDS if keeper.is_ready else 0.02))
             keeper.hear(channel.receive(0))
+        keeper.hear(channel.receive(0))  # the last that was counted
         until = time.monotonic() + DRAIN_SECONDS
         while keeper.is_recovering and not (signals.take() or channel.is_closed) and time.monotonic() < until:
             keeper.hear(channel.receive(0.02))
@@ -80,9 +89,11 @@ def run(settings: Settings, channel: Channel) -> None:
 class Keeper:
     """The parts of a keeper, and what they tell each other and the supervisor."""
 
-    def __init__(self, settings: Settings, send: Callable[[Message], None]) -> None:
+    def __init__(self, settings: Settings, send: Callable[[Message], None], tally: Tally | None = None) -> None:
         config = self._config = settings.config()
         self._send = send
+        self._tally = tally = tally or Tally()
+        self._counts = Counts()  # what workers have counted, and is not written down yet
         self._workers: list[Message] = []
         self._workers_told = -FRESH_SECONDS
         self.is_ready = False
@@ -95,44 +106,60 @@ class Keeper:
             "crashes": Session(config, "crashes", settings="-c lock_timeout=500ms"),
             "history": Session(config, "history", settings="-c lock_timeout=2s"),
             "listen": Session(config, "listen"),
+            "gauges": Session(config, "gauges", settings=gauges.SETTINGS),
         }
+        self._connection_budget = _budget(settings, own=len(self._sessions))
         duties, history = self._sessions["duties"], self._sessions["history"]
         self.election = Election(
             duties, own_statements, name="duties", holder=f"{settings.name}-{uuid4()}",
-            ttl_seconds=settings.election_ttl_seconds,
+            ttl_seconds=settings.election_ttl_seconds, tally=tally,
         )  # fmt: skip
         self.recoveries = Recoveries(
-            config, self._sessions["crashes"], statements, own_statements, self._tell_recovered
+            config,
+            self._sessions["crashes"],
+            statements,
+            own_statements,
+            on_recovered=self._tell_recovered,
+            tally=tally,
         )
         self._cancels = _Cancels(self._sessions["crashes"], own_statements, self._tell_cancel)
         keep_dead = settings.retention.heartbeats_hours
         reaper = Reaper(
-            config, duties, statements, keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS
-        )
+            config, duties, statements, keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS,
+            tally=tally,
+        )  # fmt: skip
         self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
         self._listener = Listener(
-            self._sessions["listen"], statements, settings.queues, on_ring=self._bell.ring, on_cancel=self._cancel,
+            self._sessions["listen"], statements, settings.queues, on_ring=self._ring, on_cancel=self._cancel,
             wait_seconds=LISTEN_SECONDS,
         )  # fmt: skip
+        self._rollups = Rollups(config, history, self._counts.take)
         self._loops = {
             "crashes": Loop("crashes", _AtOnce([self.recoveries, self._cancels])),
             "listen": Loop("listen", self._listener),
             "duties": Loop("duties", Rota([
                 self.election,
-                BudgetCheck(duties, _budget(settings, own=len(self._sessions))),
+                BudgetCheck(duties, self._connection_budget),
                 _Renewals(duties, own_statements, self._alive, config.lease_seconds),
                 WhenElected(self.election, reaper),
-                WhenElected(self.election, Expirer(duties, statements)),
+                WhenElected(self.election, Expirer(duties, statements, tally)),
                 WhenElected(self.election, self._census, after_seconds=CENSUS_SECONDS),
-            ])),
+            ], on_refusal=functools.partial(tally.failed, "duties", "refused"))),
             "history": Loop("history", Rota([
                 Snapshots(
                     history, own_statements, _limits(settings), take=self._states,
                     every_seconds=settings.snapshot_seconds,
                 ),
+                self._rollups,
                 WhenElected(self.election, Janitor(history, own_statements, _retention(settings))),
-            ])),
+            ], on_refusal=functools.partial(tally.failed, "history", "refused"))),
+            "gauges": Loop("gauges", Gauges(
+                config, self._sessions["gauges"], tally, is_elected=self.election.is_held,
+                unserved=lambda: len(self._census.unserved), tell=send,
+            )),
         }  # fmt: skip
+        for loop in self._loops.values():
+            loop.on_failure = tally.failed
         self._boot_loop = Loop("boot", self._boot)
 
     # --- coming and going ---
@@ -171,7 +198,15 @@ class Keeper:
                 self.election.resign()
         if role == "listen":
             self._bell.close()
+        if role == "history":
+            self._write_down()
         self._sessions[role].close()
+
+    def _write_down(self) -> None:
+        try:
+            self._rollups.run_once()
+        except Exception as error:  # noqa: BLE001 - then the last seconds are missing in the statistics
+            log.warning("statistics.lost", error=str(error).partition("\n")[0])
 
     # --- what it hears ---
 
@@ -190,6 +225,8 @@ class Keeper:
             case "workers":
                 self._workers = [each for each in message["workers"] if each.get("worker_id")]
                 self._workers_told = time.monotonic()
+            case "counted":
+                self._counts.add(from_json(message["amounts"]))
 
     def _fresh_workers(self) -> list[Message]:
         """Nothing, if the supervisor has fallen silent: nobody knows then who is alive."""
@@ -212,6 +249,7 @@ class Keeper:
         if not self.is_ready:
             self.is_ready = True
             self._send({"say": "ready"})
+        self._tally.rounds({name: loop.beats for name, loop in self._loops.items()})
         state = self._state()
         told_at, told = self._told
         if state != told or time.monotonic() - told_at >= TICK_SECONDS:
@@ -224,7 +262,10 @@ class Keeper:
             "database": time.monotonic() - self.election.answered < ANSWER_SECONDS,
             "listening": self._listener.is_heard,
             "elected": self.election.is_held(),
+            "term": self.election.term if self.election.is_held() else None,
             "unserved": self._census.unserved if self.election.is_held() else [],
+            "connections": sum(session.is_connected for session in self._sessions.values()),
+            "budget": self._connection_budget.total,
         }
 
     def _tell_recovered(self, report: CrashReport, seconds: float) -> None:
@@ -232,6 +273,10 @@ class Keeper:
 
     def _tell_cancel(self, task_id: UUID, token: int) -> None:
         self._send({"say": "cancel", "task_id": str(task_id), "token": token})
+
+    def _ring(self) -> None:
+        self._tally.count("rings")
+        self._bell.ring()
 
     def _cancel(self, task_id: UUID) -> None:
         self._bell.cancel(task_id)

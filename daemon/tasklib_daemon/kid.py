@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasklib_daemon import kernel
 from tasklib_daemon.guardian import kill_group
+from tasklib_daemon.ledger import Ledger
 from tasklib_daemon.page import BOOTED, SERVE
 from tasklib_daemon.plan import Child, Overdue, Pauses, Stage, is_crash_loop
 
@@ -40,6 +41,7 @@ class Kid:
     page: Page
     channel: Channel
     stacks: Stacks
+    ledger: Ledger = field(default_factory=Ledger)
     pid: int = 0
     born: float = field(default_factory=time.monotonic)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -66,6 +68,7 @@ class Kid:
         self.page.close()
         self.channel.close()
         self.stacks.close()
+        self.ledger.close()
 
     # --- telling it ---
 
@@ -121,6 +124,8 @@ class Kid:
             "state": states[self.is_ready] if self.stage == Stage.SERVING else "stopping",
             "started_at": self.started_at.isoformat(),
             "restarts": restarts,
+            "memory_bytes": self.memory_bytes,
+            "cpu_seconds": self.cpu_seconds,
         }
         return status | self._worker_status(self.view, is_hung=is_hung) if self.view is not None else status
 
@@ -130,7 +135,9 @@ class Kid:
             "running": len(view.executing),
             "claimed": view.waiting,
             "ended": view.ended,
-            "memory_bytes": self.memory_bytes,
+            "unwritten": len(view.done),
+            "connections": len(view.backends),
+            "beat_age_seconds": round(max(time.monotonic() - view.beacon, 0.0), 2) if view.beacon else None,
             "cpu_percent": self.cpu_percent,
             "is_hung": is_hung,
         }

@@ -35,7 +35,7 @@ BOOTING, BOOTED, READY = 0, 1, 2  # booted: the application is imported; ready: 
 SERVE, DRAIN, HURRY = 0, 1, 2  # what the supervisor asks for; a signal says only: look
 FREE, EXECUTING, DONE = 0, 1, 2  # a slot's state; done, but its outcome is not yet committed
 
-_PHASE, _WISH, _CONNECTED = 0, 1, 2
+_PHASE, _WISH, _CONNECTED, _COUNTED = 0, 1, 2, 3
 _BEACON, _ENDED, _WAITING = 8, 16, 24
 _PIDS = 32
 _NAME = _PIDS + 4 * BACKENDS  # its length, then its bytes
@@ -70,6 +70,7 @@ class PageView:
     backends: tuple[int, ...]
     executing: tuple[PageSlot, ...]
     done: tuple[PageSlot, ...]
+    is_counted: bool = False  # those of the done that are written already are in the ledger
 
     @property
     def is_ready(self) -> bool:
@@ -104,6 +105,7 @@ class Page:
             backends=tuple(pid for pid in _PID_LIST.unpack_from(memory, _PIDS) if pid > 0),
             executing=tuple(slot for state, slot in slots if slot is not None and state == EXECUTING),
             done=tuple(slot for state, slot in slots if slot is not None and state == DONE),
+            is_counted=bool(memory[_COUNTED]),
         )
 
     def ask(self, wish: int) -> None:
@@ -134,6 +136,10 @@ class Page:
 
     def count_waiting(self, waiting: int) -> None:
         _COUNT.pack_into(self._memory, _WAITING, waiting)
+
+    def mark_counted(self, *, is_counted: bool) -> None:
+        """Set when a batch is in the ledger, cleared when its slots are free."""
+        self._memory[_COUNTED] = is_counted
 
     def show_backends(self, pids: Iterable[int], *, is_connected: bool) -> None:
         shown = [pid for pid in pids if pid > 0][:BACKENDS]
@@ -234,6 +240,7 @@ class PageWitness(Witness):
         with self._lock:
             for each in executions:
                 self._let_go(each)
+            self._page.mark_counted(is_counted=False)
 
     def must_end_by(self, execution: Execution, moment: float) -> None:
         if not self._is_ours:

@@ -14,18 +14,22 @@ LIVE_SECONDS = 10.0  # pushed each second; a host that is short of time may be l
 
 
 class ChildStatus(TypedDict, total=False):
-    """The keeper and the web child have the first five."""
+    """The keeper and the web child have the first seven."""
 
     slot: int
     pid: int | None
     state: ChildState
     started_at: str | None
     restarts: int
+    memory_bytes: int
+    cpu_seconds: float
     worker_id: str | None
     running: int
     claimed: int
     ended: int
-    memory_bytes: int
+    unwritten: int  # ended, and the outcome not committed yet
+    connections: int
+    beat_age_seconds: float | None  # since its claim loop last went on
     cpu_percent: float
     is_hung: bool
 
@@ -42,7 +46,13 @@ class Status(TypedDict, total=False):
     listening: bool
     elected: bool
     unserved: list[str]  # names that wait in the database and that nobody serves
+    term: int | None  # of the election, while elected
+    connections: int  # of the keeper
+    budget: int  # connections that the daemon may open
     wanted_workers: int
+    concurrency: int
+    memory_bytes: int  # of the supervisor
+    cpu_seconds: float
     workers: list[ChildStatus]
     keeper: ChildStatus
     web: ChildStatus

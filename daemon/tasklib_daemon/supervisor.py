@@ -29,6 +29,7 @@ from tasklib_daemon.crashes import CrashReport, Done, Executing
 from tasklib_daemon.exits import BOOT_ERRORS, Exit, ExitCode
 from tasklib_daemon.guardian import Guardian, kill_group
 from tasklib_daemon.kid import History, Kid, how_it_ended, reap
+from tasklib_daemon.ledger import Book, to_json
 from tasklib_daemon.logs import log
 from tasklib_daemon.page import Page
 from tasklib_daemon.plan import (
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.25  # how late a task's limit may be noticed
 IDLE_SECONDS = 1.0  # while nothing executes
 TELL_SECONDS = 1.0
+WRITE_DOWN_SECONDS = 10.0  # between two messages about what has become of tasks, for the statistics by the minute
 STOOD_STILL_SECONDS = 2.0  # a round that comes so late: we were stopped, or the host was
 GUARD_SECONDS = 1.0  # before there is a new guardian
 STACKS_SECONDS = 0.3  # for the children to write them
@@ -103,6 +105,9 @@ class Supervisor:
         self._reports: dict[str, CrashReport] = {}  # until they are settled
         self._cancels: dict[tuple[UUID, int], float] = {}  # runs that were asked to stop: when they must have ended
         self._keeper_says: Message = {}
+        self._gauges: Message = {}  # of the cluster, as the elected keeper last told them
+        self._book = Book()
+        self._write_down_at = 0.0
         self._ending: Ending | None = None
         self._exit_code: int | None = None
         self._has_left = False
@@ -305,6 +310,9 @@ class Supervisor:
                 self._reports.pop(str(message.get("worker_id")), None)
             case "keeper", "state":
                 self._hear_state(message)
+            case "keeper", "gauges":
+                self._gauges = message
+                self._tell_web(message)
 
     def _welcome(self, kid: Kid) -> None:
         kid.is_ready = True
@@ -312,6 +320,8 @@ class Supervisor:
         if kid.place.role == "keeper":  # the last one may have left some unsettled: they are settled once
             for report in self._reports.values():
                 kid.channel.send({"say": "died", "report": report.to_json()})
+        if kid.place.role == "web" and self._gauges:
+            kid.channel.send(self._gauges, is_status=True)
         if not self._has_started and all(self._serves(place) for place in self._serving.places()):
             self._has_started = True
             log.info("daemon.ready", seconds=round((datetime.now(UTC) - self._started_at).total_seconds(), 2))
@@ -358,8 +368,12 @@ class Supervisor:
         is_expected = kid.stage not in {Stage.SERVING, Stage.ABORTED}
         how = how_it_ended(status, kid.why if kid.stage >= Stage.ABORTED else None)
         self._log_death(kid, how, is_expected=is_expected or status == 0)
+        self._book.close(kid.number, kid.ledger, view)
         if kid.is_worker:
+            self._book.count("deaths", self._cause(kid, status))
             self._report(kid, view, status, how)
+            if self._ending is not None and not self._workers():
+                self._write_down()  # the keeper is told to go next
         if not is_expected:
             self._count_failure(kid)
         kid.close()
@@ -385,6 +399,7 @@ class Supervisor:
             kid.guilty if kid.guilty in {each.task_id for each in executing} else None,  # it may have ended just so
             tuple(executing),
             tuple(Done(each.task_id, each.token) for each in view.done), view.backends,
+            is_counted=view.is_counted,
         )  # fmt: skip
         self._reports[report.worker_id] = report
         for keeper in self._keepers():
@@ -454,7 +469,7 @@ class Supervisor:
         slots = settings.concurrency + page.SPARE_SLOTS if place.role == "worker" else 0
         ours, theirs = Channel.pair()
         kid = Kid(self._born, place, generation, Page(slots, name=self._mark), ours, Stacks())
-        birth = child.Birth(place, settings, kid.page, theirs, kid.stacks, self._mark, self._pid)
+        birth = child.Birth(place, settings, kid.page, theirs, kid.stacks, kid.ledger, self._mark, self._pid)
         try:
             with signals.held_back():
                 kid.pid = os.fork()
@@ -569,8 +584,24 @@ class Supervisor:
         for kid in self._keepers():
             kid.channel.send({"say": "workers", "workers": workers}, is_status=True)
         for kid in self._kids.values():
+            self._book.look(kid.number, kid.ledger, kid.view)
+        self._tell_web({"say": "status", **self._status()})
+        self._tell_web({"say": "totals", "totals": to_json(self._book.totals())})
+        if now >= self._write_down_at:
+            self._write_down_at = now + WRITE_DOWN_SECONDS
+            self._write_down()
+
+    def _tell_web(self, message: Message) -> None:
+        for kid in self._kids.values():
             if kid.place.role == "web":
-                kid.channel.send({"say": "status", **self._status()}, is_status=True)
+                kid.channel.send(message, is_status=True)
+
+    def _write_down(self) -> None:
+        """By the keeper: we have no connection. If there is none to tell, it waits."""
+        ready = [kid for kid in self._keepers() if kid.is_ready]
+        amounts = self._book.to_write_down() if ready else {}
+        if amounts:
+            ready[0].channel.send({"say": "counted", "amounts": to_json(amounts)})
 
     def _judge_health(self, now: float) -> None:
         restart = self.settings.restart
@@ -613,9 +644,16 @@ class Supervisor:
             "listening": bool(says.get("listening")),
             "elected": bool(says.get("elected")),
             "unserved": list(says.get("unserved") or []),
+            "term": says.get("term"),
+            "connections": int(says.get("connections") or 0),
+            "budget": int(says.get("budget") or 0),
             "wanted_workers": self._serving.workers,
+            "concurrency": self.settings.concurrency,
             "workers": [*self._statuses("worker")],
         }
+        usage = kernel.usage(self._pid)
+        if usage is not None:
+            status["memory_bytes"], status["cpu_seconds"] = usage
         for keeper in self._statuses("keeper"):
             status["keeper"] = keeper
         for web in self._statuses("web"):

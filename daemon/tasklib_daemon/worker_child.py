@@ -14,11 +14,13 @@ from tasklib.worker import processes
 from tasklib.worker.worker import TaskWorker
 from tasklib_daemon import logs, page
 from tasklib_daemon.bell import Ear
+from tasklib_daemon.ledger import LedgerTally
 from tasklib_daemon.logs import log
 from tasklib_daemon.signals import Signals
 
 if TYPE_CHECKING:
     from tasklib_daemon.channel import Channel
+    from tasklib_daemon.ledger import Ledger
     from tasklib_daemon.page import Page
     from tasklib_daemon.settings import Settings
 
@@ -26,7 +28,7 @@ UNTIL_TOLD_SECONDS = 10.0**6  # the supervisor says when the grace is over
 LOOK_SECONDS = 0.2
 
 
-def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None:
+def run(settings: Settings, own_page: Page, channel: Channel, slot: int, ledger: Ledger) -> None:
     """Until it is told to stop, and drained. A signal that comes before it has anything to drain just ends it."""
     settings.import_app()
     logs.revive()
@@ -36,7 +38,7 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int) -> None
     worker = TaskWorker(
         config, settings.concurrency, settings.poll_interval_seconds, settings.queues,
         buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, duties=False,
-        handle_signals=False, witness=own_page.witness(),
+        handle_signals=False, witness=own_page.witness(), tally=LedgerTally(ledger, "worker", own_page),
     )  # fmt: skip
     processes.begin_with("tasklib_daemon.logs:configure_isolated", logs.Plan.of(settings, f"worker {slot} task"))
     ears = Ears(worker, own_page, channel)

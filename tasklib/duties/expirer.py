@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.log import log
+from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
     from tasklib.statements import WorkerStatements
@@ -14,12 +15,14 @@ PAUSE_SECONDS = 1.0
 
 
 class Expirer:
-    def __init__(self, session: Session, statements: WorkerStatements) -> None:
+    def __init__(self, session: Session, statements: WorkerStatements, tally: Tally | None = None) -> None:
         self._session = session
         self._statements = statements
+        self._tally = tally or Tally()
 
     def run_once(self) -> float | None:
         expired = self._session.run(self._statements.expire())
         if expired:
+            self._tally.expired(expired)
             log.info("tasks.expired", count=expired)
         return 0.0 if expired else PAUSE_SECONDS

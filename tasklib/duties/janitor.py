@@ -32,7 +32,7 @@ class Retention:
 
     completed_seconds: float | None = 30 * DAY_SECONDS  # cancelled and expired ones too
     failed_seconds: float | None = 90 * DAY_SECONDS
-    states_seconds: float | None = 7 * DAY_SECONDS
+    states_seconds: float | None = 7 * DAY_SECONDS  # of workers, and of tasks by the minute
 
     def ranges(self, now: float) -> list[tuple[UUID, UUID]]:
         """The keys among which there may be tasks that are old enough. Of the keys that lie in the future, nobody knows
@@ -52,12 +52,13 @@ class Janitor:
         self._ranges: list[tuple[UUID, UUID]] | None = None  # what is left of a pass; None: none is under way
         self._tasks = 0
         self._states = 0
+        self._rollups = 0
 
     def run_once(self) -> float | None:
         if self._ranges is None:
             self._ranges = self._retention.ranges(time.time())
         began = time.monotonic()
-        if self._prune_tasks(self._ranges) or self._prune_states():
+        if self._prune_tasks(self._ranges) or self._prune_states() or self._prune_rollups():
             return min(time.monotonic() - began, LONGEST_REST_SECONDS)
         self._end()
         return EVERY_SECONDS
@@ -88,10 +89,17 @@ class Janitor:
         self._states += count
         return count == BATCH
 
+    def _prune_rollups(self) -> bool:
+        if self._retention.states_seconds is None:
+            return False
+        count = self._session.run(self._statements.prune_rollups(self._retention.states_seconds, BATCH))
+        self._rollups += count
+        return count == BATCH
+
     def _end(self) -> None:
-        if self._tasks or self._states:
-            log.info("history.pruned", tasks=self._tasks, worker_states=self._states)
-        self._ranges, self._tasks, self._states = None, 0, 0
+        if self._tasks or self._states or self._rollups:
+            log.info("history.pruned", tasks=self._tasks, worker_states=self._states, task_rollups=self._rollups)
+        self._ranges, self._tasks, self._states, self._rollups = None, 0, 0, 0
 
 
 def _key(moment: float) -> UUID:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log
 from tasklib.outcomes import Crashed, Rules, decide
+from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -33,10 +34,12 @@ class Reaper:
         statements: WorkerStatements,
         *,
         keep_dead_seconds: float | None = KEEP_DEAD_SECONDS,
+        tally: Tally | None = None,
     ) -> None:
         self._session = session
         self._statements = statements
-        self._settling = Settling(session, statements)
+        self._tally = tally or Tally()
+        self._settling = Settling(session, statements, self._tally)
         self._keep_dead_seconds = keep_dead_seconds
         self._forget_at = 0.0
         self._lease_seconds = config.lease_seconds
@@ -72,5 +75,6 @@ class Reaper:
         crash = Crashed(reason, worker_is_alive=worker_is_alive)
         decided = [Decided(task, decide(task, crash, now, self._rules), task.state) for task in tasks]
         if recovered := self._settling.settle(worker_id, decided, now):
+            self._tally.lost(recovered, "lease_expired")
             log.warning("tasks.recovered", worker_id=worker_id, count=recovered)
         self._session.run(self._statements.forget_claim(worker_id, claim_id))

@@ -11,7 +11,7 @@ from tasklib.connection import is_connection_lost
 from tasklib.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tasklib.worker.loop import Service
 
@@ -19,8 +19,9 @@ AFTER_FAILURE_SECONDS = 2.0  # before a duty that failed is tried again
 
 
 class Rota:
-    def __init__(self, duties: Sequence[Service]) -> None:
+    def __init__(self, duties: Sequence[Service], *, on_refusal: Callable[[], None] = lambda: None) -> None:
         self._due = dict.fromkeys(duties, 0.0)
+        self._on_refusal = on_refusal
 
     def run_once(self) -> float | None:
         for duty, due in self._due.items():
@@ -40,5 +41,6 @@ class Rota:
             if is_connection_lost(error):
                 self._due[duty] = 0.0
                 raise
+            self._on_refusal()
             log.warning("duty.failed", duty=type(duty).__name__.lower(), error=str(error).partition("\n")[0])
             return AFTER_FAILURE_SECONDS

@@ -12,6 +12,7 @@ from tasklib.connection import is_connection_lost
 from tasklib.log import log
 from tasklib.statements import settlement_json
 from tasklib.states import State
+from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,17 +33,21 @@ class Decided(NamedTuple):
 
 
 class Settling:
-    def __init__(self, session: Session, statements: WorkerStatements) -> None:
+    def __init__(self, session: Session, statements: WorkerStatements, tally: Tally | None = None) -> None:
         self._session = session
         self._statements = statements
+        self._tally = tally or Tally()
 
     def settle(self, worker_id: str, decided: Sequence[Decided], now: datetime) -> int:
         """How many were still the worker's. Each attempt that ends so has its line in the log, as any other."""
+        decided = [*{each.task.id: each for each in decided}.values()]  # one that was claimed twice is in two claims
         settled: set[UUID] = set()
         for start in range(0, len(decided), MOST_AT_ONCE):
             settled |= self._settle(worker_id, decided[start : start + MOST_AT_ONCE], now)
-        for task, settlement, _ in decided:
-            if settlement.began and task.id in settled:
+        written = [each for each in decided if each.task.id in settled]
+        self._tally.settled((task, settlement, _seconds(task, now)) for task, settlement, _ in written)
+        for task, settlement, _ in written:
+            if settlement.began:
                 _tell(task, settlement, now)
         return len(settled)
 
@@ -81,6 +86,10 @@ def _tell(task: HeldTask, settlement: Settlement, now: datetime) -> None:
     log.warning(
         f"task.{str(settlement.outcome).lower()}", task=task.name, task_id=task.id, queue=task.queue,
         attempt=task.attempt + (task.state != State.RUNNING), state=str(settlement.state), worker_id=task.worker_id,
-        seconds=round((now - task.started_at).total_seconds(), 4) if task.started_at else None,
+        seconds=round(_seconds(task, now), 4) if task.started_at else None,
         error_code=settlement.problem and settlement.problem.code, due_at=settlement.due_at,
     )  # fmt: skip
+
+
+def _seconds(task: HeldTask, now: datetime) -> float:
+    return max((now - task.started_at).total_seconds(), 0.0) if task.started_at is not None else 0.0

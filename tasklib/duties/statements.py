@@ -16,11 +16,22 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.config import Config
+    from tasklib.outcomes import AttemptOutcome
 
 
 class Pruned(NamedTuple):
     last_id: UUID | None  # of the page that was looked at; None: there was nothing
     tasks: int  # that went
+
+
+class WrittenAttempt(NamedTuple):
+    task_id: UUID
+    token: int
+    name: str
+    queue: str
+    outcome: AttemptOutcome
+    will_retry: bool
+    seconds: float
 
 
 class KeeperStatements:
@@ -29,6 +40,7 @@ class KeeperStatements:
         self._elections = queries("elections", config.schema)
         self._janitor = queries("janitor", config.schema)
         self._states = queries("worker_states", config.schema)
+        self._rollups = queries("rollups", config.schema)
         self._workers = queries("workers", config.schema)
         self._lease_seconds = config.lease_seconds
 
@@ -59,6 +71,13 @@ class KeeperStatements:
         """With the tokens of the runs that were."""
         return Statement(self._crashes["asked_to_stop"], (list(task_ids),), list, is_change=False)
 
+    def written(self, task_ids: Sequence[UUID], worker_id: str) -> Statement[list[WrittenAttempt]]:
+        """What became of runs of this worker, if that was written."""
+        parameters = (list(task_ids), worker_id)
+        return Statement(
+            self._crashes["written"], parameters, lambda rows: [WrittenAttempt(*row) for row in rows], is_change=False
+        )
+
     def forget_claims(self, worker_id: str) -> Statement[None]:
         return Statement(self._crashes["forget_claims"], (worker_id,), lambda _: None)
 
@@ -83,6 +102,9 @@ class KeeperStatements:
 
     def prune_states(self, older_than_seconds: float, limit: int) -> Statement[int]:
         return Statement(self._states["prune"], (older_than_seconds, limit), lambda rows: int(rows[0][0]))
+
+    def prune_rollups(self, older_than_seconds: float, limit: int) -> Statement[int]:
+        return Statement(self._rollups["prune"], (older_than_seconds, limit), lambda rows: int(rows[0][0]))
 
     def prune_tasks(
         self, after: UUID, before: UUID, *, completed_seconds: float | None, failed_seconds: float | None, limit: int

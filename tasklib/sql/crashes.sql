@@ -40,6 +40,15 @@ delete from tasklib.claims as claim
        select from tasklib.tasks as task where task.id = any(claim.task_ids) and task.worker_id = $1::text);
 
 
+-- Attempts of a worker that has died: it may have written some without having counted them.
+-- name: written
+select attempt.task_id, attempt.fencing_token, task.name, task.queue, attempt.outcome, attempt.will_retry,
+       extract(epoch from attempt.finished_at - attempt.started_at)::double precision
+from tasklib.task_attempts as attempt
+cross join lateral (select name, queue from tasklib.tasks where id = attempt.task_id offset 0) as task
+where attempt.task_id = any($1::uuid[]) and attempt.worker_id = $2::text;
+
+
 -- From now on it cannot renew, and what it may still hold is the reaper's.
 -- name: declare_dead
 update tasklib.workers set died_at = clock_timestamp() where worker_id = $1::text and died_at is null

@@ -6,12 +6,14 @@
 -- domain task_kwargs jsonb CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 8388608))
 -- domain task_name text CHECK (((VALUE ~ '^[A-Za-z_][A-Za-z0-9_.:-]*$'::text) AND (octet_length(VALUE) <= 200)))
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
+-- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 8af88bb04446c259367c7f18feafcc8a
 -- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public 1647e6806bc2bd6b58558bff274c4dee
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
+-- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 509203ca77cb920a90679a8d163a87b3
 -- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
@@ -20,6 +22,7 @@
 -- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 2aae641dd0c9b314ee13e038571fae0f
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
 -- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b2890be0336614262ceb121f6b119037
+-- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off c14f4156b345355c0ac84c856588d6ec
 -- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 95a041f63d288534fea267a94a6b5984
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
@@ -64,6 +67,23 @@
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
 -- table schema_migrations index CREATE UNIQUE INDEX schema_migrations_pkey ON tasklib.schema_migrations USING btree (version)
 -- table task_attempts trigger CREATE TRIGGER keep_attempt INSTEAD OF INSERT ON tasklib.task_attempts FOR EACH ROW EXECUTE FUNCTION tasklib.keep_attempt()
+-- table task_rollups column cancelled bigint not null default 0
+-- table task_rollups column completed bigint not null default 0
+-- table task_rollups column crashed bigint not null default 0
+-- table task_rollups column durations bigint[] default null
+-- table task_rollups column failed bigint not null default 0
+-- table task_rollups column interrupted bigint not null default 0
+-- table task_rollups column minute timestamp with time zone not null default null
+-- table task_rollups column name text not null default null
+-- table task_rollups column queue text not null default null
+-- table task_rollups column retried bigint not null default 0
+-- table task_rollups column seconds double precision not null default 0
+-- table task_rollups column snoozed bigint not null default 0
+-- table task_rollups column timed_out bigint not null default 0
+-- table task_rollups column waited double precision not null default 0
+-- table task_rollups column waits bigint[] default null
+-- table task_rollups constraint task_rollups_pkey PRIMARY KEY (minute, name, queue)
+-- table task_rollups index CREATE UNIQUE INDEX task_rollups_pkey ON tasklib.task_rollups USING btree (minute, name, queue)
 -- table tasks column args tasklib.task_args not null default '{}'::jsonb
 -- table tasks column attempt integer not null default 0
 -- table tasks column cancel_asked_at timestamp with time zone default null

@@ -143,7 +143,7 @@ with taken as (
     returning id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
               suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at,
               args::text as args, kwargs::text as kwargs, tags::text as tags, parent_id, priority, created_at,
-              store_result, locked_until
+              store_result, locked_until, date_part('epoch', claimed_at - greatest(created_at, scheduled_at)) as waited
 ), noted as (
     insert into tasklib.claims (worker_id, locked_until, task_ids)
     select $1::text, max(locked_until), array_agg(id) from taken having count(*) > 0
@@ -151,7 +151,7 @@ with taken as (
 )
 select taken.id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
        suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at,
-       args, kwargs, tags, parent_id, store_result, taken.id::text, clock_timestamp(), noted.id
+       args, kwargs, tags, parent_id, store_result, taken.id::text, clock_timestamp(), noted.id, waited
 from taken, noted
 order by priority desc, created_at, taken.id;
 
@@ -288,6 +288,11 @@ with given as (
     delete from tasklib.claims where worker_id = $1::text and id = any($7::bigint[])
 )
 select array(select id from settled) where (select count(*) from settled) < cardinality($2::uuid[]);
+
+
+-- Runs of this worker whose end is written: it may have been by a statement whose answer was lost.
+-- name: written
+select task_id, fencing_token from tasklib.task_attempts where task_id = any($2::uuid[]) and worker_id = $1::text;
 
 
 -- Which of these rows nobody holds: a settlement that met a locked one goes on without it.

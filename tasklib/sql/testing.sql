@@ -7,6 +7,7 @@ with
     tasks as (delete from tasklib.tasks),
     claims as (delete from tasklib.claims),
     elections as (delete from tasklib.elections),
+    rollups as (delete from tasklib.task_rollups),
     states as (delete from tasklib.worker_states)
 delete from tasklib.workers;
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tasklib.worker.finisher import Finisher
     from tasklib.worker.lease import Lease
     from tasklib.worker.session import Session
+    from tasklib.worker.tally import Found, Tally
 
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
 SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
@@ -113,6 +114,7 @@ class Claimer:
         poll_seconds: float,
         buffer_size: int | None,
         report: Callable[[Execution, Outcome], None],
+        tally: Tally,
     ) -> None:
         self._session = session
         self._statements = statements
@@ -127,9 +129,11 @@ class Claimer:
         self._poll_seconds = poll_seconds
         self._buffer_size = buffer_size
         self._report = report
+        self._tally = tally
+        self._found: Found = "poll"
+        self._was_rung = self._was_due = False  # since the last round
         self._is_checked = False
         self._may_have_more = True
-        self._was_rung = False
         self._busy_since = 0.0
         self._asleep_since = math.inf
         self._turn = 0
@@ -178,32 +182,38 @@ class Claimer:
         self._give_back_hoarded()
         self._start_careful()
         if time.monotonic() >= self._promote_at and self._has_room():
-            self._promote()
+            self._was_due = self._promote()
         return self._look()
 
     def _look(self) -> float:
         """Answers when to look again. Nobody sleeps without a look that began after he could be rung for."""
-        was_rung, self._was_rung = self._was_rung, False
+        self._found = self._why_we_look()
         if self._doorbell.is_to_ask:
             self._doorbell.arm()
         before = self.claimed
         is_short = self._fill()
         if is_short and self._may_arm() and not self._doorbell.is_armed:
             if self.claimed > before:
+                self._may_have_more = True
                 return NAP_SECONDS
             self._doorbell.arm()
             self._busy_since = time.monotonic()
             is_short = self._fill()
         if is_short and self._promote():
+            self._was_due = True
             self.is_drained = False
             return 0.0
-        if was_rung and not is_short:
+        if self._found == "notification" and not is_short:
             self.on_full()
         return self._pause(is_short=is_short)
 
     def _may_arm(self) -> bool:
         """Somebody hears rings for us. Behind a pooler the locks would not be ours alone, and never be given back."""
         return self._is_rung() and not self._session.is_pooled
+
+    def _why_we_look(self) -> Found:
+        was_rung, was_due, self._was_rung, self._was_due = self._was_rung, self._was_due, False, False
+        return "notification" if was_rung else "due" if was_due else "backlog" if self._may_have_more else "poll"
 
     def _pause(self, *, is_short: bool) -> float:
         if not is_short:
@@ -250,6 +260,7 @@ class Claimer:
             if claimed < room:
                 return True
             self._may_have_more = True
+            self._found = "backlog"
         return False
 
     def _claim_from(self, queues: Sequence[str], room: int) -> int:
@@ -280,6 +291,7 @@ class Claimer:
             self._is_checked = False  # it may have been done all the same, or may still be
             self._compare_at = time.monotonic() + LATE_COMMIT_SECONDS
             raise
+        self._tally.claimed(queue, tasks, self._found, time.monotonic() - asked_at)
         if tasks:
             self._clock.set(tasks[0].claimed_by_clock, asked_at)
             self._add(tasks)

@@ -16,6 +16,7 @@ from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
 from tasklib.duties.promoter import Promoter
 from tasklib.duties.reaper import Reaper
+from tasklib.duties.rollups import Rollups
 from tasklib.duties.rota import Rota
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log, logger
@@ -45,6 +46,7 @@ from tasklib.worker.processes import Processes
 from tasklib.worker.runners import CoroutineRunner, Report, ThreadRunner
 from tasklib.worker.session import Session
 from tasklib.worker.surroundings import WorkerSurroundings, describe
+from tasklib.worker.tally import Counts, Tally
 from tasklib.worker.transactions import Transactions
 from tasklib.worker.watch import Watch
 
@@ -80,10 +82,19 @@ class Crew:
     """The parts of one run, and their order of coming and going."""
 
     def __init__(
-        self, config: Config, menu: Menu, options: Options, stop_asked: threading.Event, witness: Witness
+        self,
+        config: Config,
+        menu: Menu,
+        options: Options,
+        stop_asked: threading.Event,
+        *,
+        witness: Witness,
+        tally: Tally | None = None,
     ) -> None:
         self.stop_asked = stop_asked
         self._witness = witness
+        counts = Counts()
+        self._tally = tally = tally or (counts if options.duties else Tally())
         self.hurry = threading.Event()
         self._config = config
         self._menu = menu
@@ -100,10 +111,10 @@ class Crew:
             "duties": session("duties", settings="-c lock_timeout=2s"),
         }
         self.buffer = Buffer(options.concurrency, lambda: self.claimer.may_start())  # noqa: PLW0108 - it comes later
-        self.finisher = Finisher(self._sessions["finish"], statements, self.buffer, self._clock)
+        self.finisher = Finisher(self._sessions["finish"], statements, self.buffer, self._clock, tally=tally)
         self.lease = Lease(
             config, self._sessions["lease"], statements, buffer=self.buffer, clock=self._clock,
-            describe=lambda: (menu.queues, menu.names()), witness=witness,
+            describe=lambda: (menu.queues, menu.names()), witness=witness, tally=tally,
         )  # fmt: skip
         listener = Listener(self._sessions["listen"], statements, menu.queues, self.ring, self.hear_cancel)
         self.claimer = Claimer(
@@ -111,7 +122,7 @@ class Crew:
             finisher=self.finisher, promoter=Promoter(self._sessions["claim"], statements), menu=menu,
             doorbell=Doorbell(self._sessions["claim"], statements, menu.queues, longest_doubt=options.poll_seconds),
             is_rung=(lambda: listener.is_heard) if options.listen else options.is_rung,
-            poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report,
+            poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report, tally=tally,
         )  # fmt: skip
         self.watch = Watch(self.buffer, self.lease, witness)
         self.transactions = Transactions(
@@ -122,11 +133,13 @@ class Crew:
         self.threads = ThreadRunner(*runs, processes=self.processes)
         self.coroutines = CoroutineRunner(*runs, new_loop=options.new_loop)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
+        self._rollups = Rollups(config, self._sessions["duties"], counts.take)
         duties = (
             BudgetCheck(self._sessions["duties"], budget),
-            Reaper(config, self._sessions["duties"], statements),
-            Expirer(self._sessions["duties"], statements),
+            Reaper(config, self._sessions["duties"], statements, tally=tally),
+            Expirer(self._sessions["duties"], statements, tally),
             Census(self._sessions["duties"], statements, menu),
+            self._rollups,
         )
         self.loops = {
             "lease": Loop("lease", self.lease),
@@ -135,9 +148,12 @@ class Crew:
             "watch": Loop("watch", self.watch),
         }
         if options.duties:
-            self.loops["duties"] = Loop("duties", Rota(duties))
+            refused = functools.partial(tally.failed, "duties", "refused")
+            self.loops["duties"] = Loop("duties", Rota(duties, on_refusal=refused))
         if options.listen:
             self.loops["listen"] = Loop("listen", listener)
+        for loop in self.loops.values():
+            loop.on_failure = tally.failed
         self._default_backoff = Exponential(
             config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
             config.retry_jitter,
@@ -227,6 +243,7 @@ class Crew:
     def _beat(self) -> None:
         self._witness.beat()
         self._witness.counts(*self.buffer.counts())
+        self._tally.rounds({name: loop.beats for name, loop in self.loops.items()})
 
     def ring(self) -> None:
         """There may be work."""
@@ -351,10 +368,19 @@ class Crew:
             loop.stop()
         for loop in self.loops.values():
             loop.join(self._config.database_timeout_seconds)
+        self._write_down()
         self._deregister()
         for session in self._sessions.values():
             session.close()
         log.info("worker.stopped", worker_id=self.lease.worker_id)
+
+    def _write_down(self) -> None:
+        """Not if that takes a new connection: the database may be away."""
+        try:
+            if self._sessions["duties"].is_connected:
+                self._rollups.run_once()
+        except Exception as error:  # noqa: BLE001 - then the last seconds are missing in the statistics
+            log.warning("statistics.lost", error=str(error).partition("\n")[0])
 
     def _deregister(self) -> None:
         try:

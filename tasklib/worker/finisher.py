@@ -6,6 +6,7 @@ take belongs to another worker by now, and is dropped. One row that cannot be wr
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -21,14 +22,16 @@ from tasklib.states import State
 from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from uuid import UUID
 
+    from tasklib.outcomes import AttemptOutcome
     from tasklib.statements import Statement, WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock, Reading
     from tasklib.worker.execution import Execution
     from tasklib.worker.session import Session
+    from tasklib.worker.tally import Tally
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -86,16 +89,20 @@ class Ended(NamedTuple):
 
 
 class Finisher:
-    def __init__(self, session: Session, statements: WorkerStatements, buffer: Buffer, clock: DatabaseClock) -> None:
+    def __init__(
+        self, session: Session, statements: WorkerStatements, buffer: Buffer, clock: DatabaseClock, *, tally: Tally
+    ) -> None:
         self._session = session
         self._statements = statements
         self._buffer = buffer
         self._clock = clock
+        self._tally = tally
         self._ended: deque[Ended] = deque()
         self._most = LARGEST_BATCH
         self._blocked: list[Ended] = []
         self._blocked_until = 0.0
-        self._is_resending = False
+        self._resent = 0  # so many, from the first on, were sent before: their answer was lost
+        self._written: set[Execution] = set()  # those of a batch of which others could not be written
         self._progress: dict[Execution, str] = {}  # the last word of each that has one unwritten
         self._progress_at = 0.0
         self.is_resting = False  # until it is woken: who starts a task has to
@@ -143,11 +150,16 @@ class Finisher:
     def _flush(self) -> None:
         """A batch leaves the memory only when it is committed, or cannot ever be."""
         batch = self._next_batch()
-        for (worker_id, _), own in _grouped(batch, lambda each: (each.execution.task.worker_id, each.is_plain)).items():
+        left = [each for each in batch if each.execution not in self._written] if self._written else batch
+        groups = _grouped(left, lambda each: (each.execution.task.worker_id, each.is_plain))
+        for (worker_id, _), own in groups.items():
             self._settle(worker_id, own)
+            if len(groups) > 1:
+                self._written.update(each.execution for each in own)
         for _ in batch:
             self._ended.popleft()
-        self._is_resending = False
+        self._resent = max(self._resent - len(batch), 0)
+        self._written.clear()
         self._most = min(self._most * 2, LARGEST_BATCH)
         self.on_settled()
 
@@ -166,6 +178,7 @@ class Finisher:
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
         executions = {each.execution for each in batch}
         claims = self._buffer.claims_ended_by(executions)
+        sent_at = time.monotonic()
         try:
             settled = set(self._session.run(self._statement(worker_id, batch, claims)))
         except psycopg.errors.LockNotAvailable:
@@ -173,13 +186,32 @@ class Finisher:
             return
         except psycopg.Error as error:
             if not is_about_rows(error):
-                self._is_resending = is_connection_lost(error)
+                self._resent = max(self._resent, len(self._next_batch())) if is_connection_lost(error) else self._resent
                 self._most = max(self._most // 2, 1)  # it may have been too much for the time that there is
                 raise
             self._settle_apart(worker_id, batch, error)
             return
+        self._tally.flushed(len(batch), time.monotonic() - sent_at)
+        if self._resent and len(settled) < len(batch):
+            settled |= self._written_before(worker_id, batch)
+        self._count(batch, settled)
         self._tell_lost(batch, settled)
         self._buffer.settled(executions)
+
+    def _written_before(self, worker_id: str, batch: Sequence[Ended]) -> set[UUID]:
+        """After a lost connection: nothing is written the second time because it was the first. What never began leaves
+        no trace by which to tell.
+        """
+        runs = {(each.execution.id, each.execution.task.fencing_token): each.settlement.began for each in batch}
+        found = set(self._session.run(self._statements.written(worker_id, [task_id for task_id, _ in runs])))
+        return {run[0] for run, began in runs.items() if not began or run in found}
+
+    def _count(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
+        if len(settled) < len(batch) or not batch[0].is_plain:
+            batch = [each for each in map(functools.partial(_as_written, settled), batch) if each is not None]
+        self._tally.settled(
+            (execution.task, settlement, moment - execution.started) for execution, settlement, moment, _, _ in batch
+        )
 
     def _statement(self, worker_id: str, batch: Sequence[Ended], claims: Iterable[int]) -> Statement[list[UUID]]:
         if batch[0].is_plain:
@@ -216,12 +248,12 @@ class Finisher:
         self._settle(worker_id, [alone._replace(settlement=_without_what_was_refused(alone.settlement, reason))])
 
     def _tell_lost(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
-        """After a lost connection nothing was written the second time because it was the first."""
-        if self._is_resending or len(settled) == len(batch):
+        if len(settled) == len(batch):
             return
         for each in batch:
             task, is_committed = each.execution.task, each.execution.is_committed
             if is_committed is False and task.id not in settled:
+                self._tally.fenced(1)
                 log.warning("lease.lost", task=task.name, task_id=task.id, token=task.fencing_token)
             elif is_committed is None and task.id not in settled:
                 log.info("commit.found", task=task.name, task_id=task.id)
@@ -276,6 +308,18 @@ def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement
         problem=problem,
         failed_reason=None,
     )
+
+
+def _as_written(settled: Collection[UUID], ended: Ended) -> Ended | None:
+    """What became of it in the database. One that was completed in its own transaction was given back after that, which
+    is settled only if there was no completion.
+    """
+    is_settled = ended.execution.id in settled
+    if ended.execution.is_committed is False:
+        return ended if is_settled else None
+    outcome: AttemptOutcome = "INTERRUPTED" if is_settled else "COMPLETED"
+    state = State.PENDING if is_settled else State.COMPLETED
+    return ended._replace(settlement=ended.settlement._replace(state=state, outcome=outcome))
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from tasklib.log import log
 from tasklib.statements import WorkerDescription
+from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ class Lease:
         clock: DatabaseClock,
         describe: Callable[[], tuple[list[str] | None, list[str]]],
         witness: Witness,
+        tally: Tally | None = None,
     ) -> None:
         self._session = session
         self._statements = statements
@@ -49,6 +51,7 @@ class Lease:
         self._clock = clock
         self._describe = describe
         self._witness = witness
+        self._tally = tally or Tally()
         self._seconds = config.lease_seconds
         self._lock_seconds = config.lock_timeout_seconds
         self._name = config.worker_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -125,10 +128,12 @@ class Lease:
         was_valid = self.is_valid()
         self._valid_until = sent_at + self._seconds
         if not was_valid:
+            self._tally.lease_lost("ran_out")
             self.on_regained()
 
     def _start_anew(self) -> None:
         log.error("worker.fenced", worker_id=self.worker_id, consequence="its tasks were given to others")
+        self._tally.lease_lost("fenced")
         self._valid_until = -math.inf
         self._is_registered = False
         self.worker_id = self._new_id()

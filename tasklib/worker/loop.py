@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import psycopg
 
@@ -17,6 +17,7 @@ from tasklib.log import log
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FailureKind: TypeAlias = Literal["outage", "refused", "bug"]
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
 LONGEST_SILENCE_SECONDS = 5.0  # who watches the beat would take more for a hang
@@ -38,6 +39,7 @@ class Loop(threading.Thread):
         self._woken = threading.Event()
         self._is_stopping = False
         self._failures = 0
+        self.on_failure: Callable[[str, FailureKind], None] = lambda _loop, _kind: None
         self.beats = 0  # grows with every round: a hung loop's does not
 
     def wake(self) -> None:
@@ -74,6 +76,7 @@ class Loop(threading.Thread):
             return self._pause_after(error)
         except Exception:  # noqa: BLE001 - a loop that ends would look alive and do nothing
             log.exception("loop.failed", loop=self._role)
+            self.on_failure(self._role, "bug")
             return self._pause()
         if self._failures:
             log.info("database.back", loop=self._role, failures=self._failures)
@@ -82,6 +85,7 @@ class Loop(threading.Thread):
 
     def _pause_after(self, error: Exception) -> float:
         is_outage = not isinstance(error, psycopg.Error) or is_connection_lost(error)
+        self.on_failure(self._role, "outage" if is_outage else "refused")
         if self._failures == 0 or not is_outage:
             event = "database.lost" if is_outage else "database.refused"
             log.warning(event, loop=self._role, error=str(error).strip().partition("\n")[0])

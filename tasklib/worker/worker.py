@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.worker.runners import NewLoop
+    from tasklib.worker.tally import Tally
 
 LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
 
@@ -51,6 +52,7 @@ class TaskWorker:
         duties: bool = True,
         handle_signals: bool | None = None,
         witness: Witness | None = None,
+        tally: Tally | None = None,
     ) -> None:
         _check(config, concurrency, poll_interval_seconds, buffer_size, grace_seconds)
         self._config = config
@@ -63,6 +65,7 @@ class TaskWorker:
         self._witness = witness or Witness()
         self.is_rung = False  # with listen=False: somebody else listens, and calls `ring`
         self.on_full: Callable[[], None] = lambda: None  # it was rung for, and others may have to do what it cannot
+        self._tally = tally
         self._is_paused = False
         self._pausing = threading.Lock()
         self._is_ready = False
@@ -163,7 +166,7 @@ class TaskWorker:
 
     def _new_crew(self, options: Options) -> Crew:
         self._is_ready_or_ended.clear()
-        crew = Crew(self._config, self._menu, options, self._stop_asked, self._witness)
+        crew = Crew(self._config, self._menu, options, self._stop_asked, witness=self._witness, tally=self._tally)
         crew.claimer.on_ready = self._ready
         crew.claimer.on_full = self._tell_full
         with self._pausing:

@@ -162,7 +162,7 @@ def test_live_means_that_the_supervisor_goes_on() -> None:
 
 def test_what_there_is_not(child: WebChild) -> None:
     """Other paths and methods are refused, as the standard says."""
-    assert child.get("/metrics")[0] == 404
+    assert child.get("/metric")[0] == 404
     assert child.get("/livez", method="POST")[0] == 405
     assert child.get("/livez?x=1")[0] == 200
 

@@ -538,7 +538,16 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
     add.submit_sync(1)
     tasklib_queue.run_until_empty()
     tables = [name for (name,) in row.execute("select tablename from pg_tables where schemaname = 'tasklib'")]
-    known = ["attempts", "claims", "elections", "schema_migrations", "tasks", "worker_states", "workers"]
+    known = [
+        "attempts",
+        "claims",
+        "elections",
+        "schema_migrations",
+        "task_rollups",
+        "tasks",
+        "worker_states",
+        "workers",
+    ]
     assert sorted(tables) == known
     row.execute("insert into tasklib.tasks (name, state, worker_id, locked_until) values ('a', 'running', 'w', now())")
     row.execute(
@@ -546,6 +555,9 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
         " lease_until) values ('w', 'w', 'h', 1, 'p', '{}', 1, now())"
     )
     row.execute("insert into tasklib.attempts select * from tasklib.folded_attempts")
+    row.execute(
+        "insert into tasklib.task_rollups (minute, name, queue) values (now(), 'a', 'b') on conflict do nothing"
+    )
     row.execute("insert into tasklib.elections (name, holder, term, until) values ('duties', 'w', 1, now())")
     row.execute(
         "insert into tasklib.worker_states (worker_id, hostname, pid, processes, tasks_running, tasks_claimed,"

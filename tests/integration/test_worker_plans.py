@@ -19,6 +19,7 @@ from tasklib import migrate
 from tasklib.connection import WORKER_SETTINGS, connection_string
 from tasklib.duties.statements import KeeperStatements
 from tasklib.statements import WorkerStatements
+from tasklib.statistics import StatisticsStatements
 from tasklib.worker.session import Session
 from tests.explain import PLACE, Statistics, explain
 from tests.raw_sql import Conn, NewDatabase, literal
@@ -315,6 +316,51 @@ def test_the_census_looks_at_the_heads_of_the_queues(conn: Conn, plan_mode: str,
     plan = explain(conn, plan_mode, statements.waiting_names(["default", "mail"], NAMES[:2]))
     assert plan.ways_to("tasks") == {"tasks_claim"}, plan
     assert plan.pages <= 1_000, plan
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("queue", [None, "mail"])
+def test_figures_of_the_queues_read_what_waits_and_no_more_than_is_asked_for(
+    conn: Conn, plan_mode: str, config: tasklib.Config, queue: str | None
+) -> None:
+    """Three hundred thousand are ready and half a million delayed, and what is done is never looked at."""
+    plan = explain(conn, plan_mode, StatisticsStatements(config).queues(queue, most=1000))
+    assert plan.pages <= 8_000, plan  # rows that no vacuum has seen are looked at: a page each
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("queues", [None, ["mail", "nothing_here"]])
+def test_the_backlog_costs_what_it_counts(
+    conn: Conn, plan_mode: str, config: tasklib.Config, queues: list[str] | None
+) -> None:
+    """A scaler asks for it every few seconds, whatever there is to do."""
+    plan = explain(conn, plan_mode, StatisticsStatements(config).backlog(queues, most=100))
+    assert plan.pages <= 1_500, plan
+
+
+@pytest.mark.usefixtures("known")
+def test_figures_of_the_cluster_cost_next_to_nothing(conn: Conn, plan_mode: str, config: tasklib.Config) -> None:
+    """The longest due task is at the head of its index; the rest are rows of small tables."""
+    plan = explain(conn, plan_mode, StatisticsStatements(config).cluster())
+    assert plan.ways_to("tasks") == {"tasks_due"}, plan
+    assert plan.pages_of("tasks") <= 10, plan
+
+
+@pytest.mark.usefixtures("known")
+def test_what_the_dead_had_written_is_found_by_keys(
+    conn: Conn,
+    plan_mode: str,
+    config: tasklib.Config,
+    statements: WorkerStatements,
+    leased: list[tuple[uuid.UUID, int]],
+) -> None:
+    """Attempts are in two tables: one lookup in each."""
+    ids = [id_ for id_, _ in leased[:100]]
+    for statement in (KeeperStatements(config).written(ids, WORKER), statements.written(WORKER, ids)):
+        plan = explain(conn, plan_mode, statement)
+        assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
+        assert plan.pages_of("tasks") <= 10 * len(ids), plan
+        assert plan.ways_to("attempts") <= {"attempts_pkey"}, plan
 
 
 @pytest.fixture

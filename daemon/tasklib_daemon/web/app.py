@@ -1,6 +1,6 @@
-"""What is told over HTTP: `/livez`, `/readyz` and `/status`, as an ASGI application.
+"""What is told over HTTP: `/livez`, `/readyz`, `/status` and `/metrics`, as an ASGI application.
 
-It knows nothing but the last status that the supervisor pushed, and how long ago: the database is never asked.
+It knows nothing but what the supervisor told last, and how long ago: the database is never asked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tasklib_daemon.samples import Reading
 from tasklib_daemon.status import why_not_live, why_not_ready
+from tasklib_daemon.web.exposition import CONTENT_TYPE, Exposition
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+    from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 
+    from tasklib.worker.tally import Amounts
     from tasklib_daemon.settings import Web
     from tasklib_daemon.status import Status
 
@@ -28,27 +31,46 @@ PROBES = frozenset({"/livez", "/readyz"})
 
 
 class Heard:
-    """The last status, and when it came. Before the first one, the age counts from the start."""
+    """What was told last, and when the status came. Before the first one, the age counts from the start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.now = clock
         self._at = clock()
+        self._read_at = 0.0
+        self._gauges: Sequence[Any] = ()
         self.status: Status = {}
+        self.totals: Amounts = {}
+        self.version = 0  # grows with everything that is told
 
     def take(self, status: Status) -> None:
         self.status = status
-        self._at = self._clock()
+        self._at = self.now()
+        self.version += 1
+
+    def take_totals(self, totals: Amounts) -> None:
+        self.totals = totals
+        self.version += 1
+
+    def take_gauges(self, gauges: Sequence[Any], read_at: float) -> None:
+        """`read_at` by the monotonic clock, which is one for all processes of a host."""
+        self._gauges, self._read_at = gauges, read_at
+        self.version += 1
+
+    @property
+    def cluster(self) -> Reading:
+        return Reading(self._gauges, max(self.now() - self._read_at, 0.0))
 
     @property
     def age_seconds(self) -> float:
-        return self._clock() - self._at
+        return self.now() - self._at
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     code: int
-    body: Mapping[str, Any]
+    body: Mapping[str, Any]  # told as JSON
     headers: Mapping[str, str] = field(default_factory=dict)
+    text: bytes | None = None  # told instead
 
 
 class HealthApp:
@@ -57,13 +79,16 @@ class HealthApp:
         self._host = web.host
         self._token = web.token.get_secret_value().encode() if web.token is not None else None
         self._has_public_probes = web.public_probes
-        self._pages = {"/livez": self._livez, "/readyz": self._readyz, "/status": self._status}
+        self._exposition = Exposition(heard)
+        self._pages = {
+            "/livez": self._livez, "/readyz": self._readyz, "/status": self._status, "/metrics": self._metrics,
+        }  # fmt: skip
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         answer = self.answer(scope["method"], scope["path"], dict(scope["headers"]))
-        body = json.dumps(answer.body, default=str).encode() + b"\n"
+        body = answer.text if answer.text is not None else json.dumps(answer.body, default=str).encode() + b"\n"
         headers = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
         pairs = [(name.encode(), value.encode()) for name, value in (headers | dict(answer.headers)).items()]
         await send({"type": "http.response.start", "status": answer.code, "headers": pairs})
@@ -112,6 +137,9 @@ class HealthApp:
         if not self._heard.status:
             return Answer(503, {"error": "the supervisor has not told anything yet"})
         return Answer(200, {**self._heard.status, "age_seconds": round(self._heard.age_seconds, 3)})
+
+    def _metrics(self) -> Answer:
+        return Answer(200, {}, {"content-type": CONTENT_TYPE}, self._exposition.text())
 
 
 def _verdict(reasons: list[str]) -> Answer:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tasklib_daemon import logs
 from tasklib_daemon.exits import Exit, ExitCode
+from tasklib_daemon.ledger import from_json
 from tasklib_daemon.logs import log
 from tasklib_daemon.web.app import HealthApp, Heard
 from tasklib_daemon.web.server import Server
@@ -50,8 +51,13 @@ class _WebChild:
 
     def _hear(self) -> None:
         for message in self._channel.receive(0):
-            if message["say"] == "status":
-                self._heard.take({key: value for key, value in message.items() if key != "say"})  # type: ignore[arg-type]
+            match message["say"]:
+                case "status":
+                    self._heard.take({key: value for key, value in message.items() if key != "say"})  # type: ignore[arg-type]
+                case "totals":
+                    self._heard.take_totals(from_json(message["totals"]))
+                case "gauges":
+                    self._heard.take_gauges(message["samples"], message["read_at"])
         if self._channel.is_closed:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._stop.set()

@@ -1,0 +1,150 @@
+"""The gauges of the cluster: read from the database by the elected keeper, for all daemons, and told to the supervisor.
+
+Every few seconds, and more seldom if it takes long: at most a twentieth of the time. A reading that takes too long is
+given up, and the next one counts less. The database is asked by this loop alone: a scrape shows what was read last.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from tasklib.log import log
+from tasklib.statistics import MOST_COUNTED, QueueStatistics, StatisticsStatements
+from tasklib_daemon import metrics
+from tasklib_daemon.metrics import MOST_NAMES, OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tasklib.config import Config
+    from tasklib.statistics import Cluster, Table
+    from tasklib.worker.session import Session
+    from tasklib.worker.tally import Tally
+    from tasklib_daemon.metrics import Metric
+
+Sample = tuple[str, list[str], float]  # a metric's name, its labels, its value
+
+SETTINGS = "-c statement_timeout=2s -c lock_timeout=500ms -c max_parallel_workers_per_gather=0"
+EVERY_SECONDS = 5.0
+REST = 20  # times as long as it took
+LEAST_COUNTED = 10_000
+REMEMBER_SECONDS = 3600.0  # a queue in which there is nothing any more
+COUNT_MORE_SECONDS = 600.0  # after one that took too long
+NOT_ELECTED_SECONDS = 1.0
+TABLES = frozenset({"tasks", "attempts", "task_attempts", "claims", "workers", "worker_states", "task_rollups"})
+
+
+class Gauges:
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        tally: Tally,
+        *,
+        is_elected: Callable[[], bool],
+        unserved: Callable[[], int],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._session = session
+        self._statements = StatisticsStatements(config)
+        self._tally = tally
+        self._is_elected = is_elected
+        self._unserved = unserved
+        self._tell = tell
+        self._most = MOST_COUNTED
+        self._more_at = 0.0
+        self._has_told = False
+        self._seen: dict[str, float] = {}  # queues, and when they last had something
+
+    def run_once(self) -> float | None:
+        if not self._is_elected():
+            self._leave_office()
+            return NOT_ELECTED_SECONDS
+        began = time.monotonic()
+        try:
+            samples = [*self._read()]
+        except psycopg.errors.QueryCanceled:
+            self._tally.count("gauges_failures")
+            self._count_less()
+            return REST * (time.monotonic() - began)
+        except Exception:
+            self._tally.count("gauges_failures")
+            raise
+        took = time.monotonic() - began
+        samples.append((metrics.GAUGES_DURATION.name, [], took))
+        self._has_told = True
+        self._tell({"say": "gauges", "read_at": time.monotonic(), "samples": samples})
+        return max(EVERY_SECONDS, REST * took)
+
+    def _leave_office(self) -> None:
+        """Another one tells them now."""
+        if self._has_told:
+            self._has_told = False
+            self._tell({"say": "gauges", "read_at": 0.0, "samples": []})
+        self._session.close()
+
+    def _count_less(self) -> None:
+        self._most = max(self._most // 10, LEAST_COUNTED)
+        self._more_at = time.monotonic() + COUNT_MORE_SECONDS
+        log.warning("gauges.slow", consequence=f"no more than {self._most} ready tasks are counted in each queue")
+
+    def _read(self) -> Iterator[Sample]:
+        if time.monotonic() >= self._more_at:
+            self._most = MOST_COUNTED
+        queues = self._session.run(self._statements.queues(most=self._most))
+        yield from of_queues([*queues, *self._empty(queues)])
+        yield from of_cluster(self._session.run(self._statements.cluster()))
+        yield from of_tables(self._session.run(self._statements.tables()))
+        yield metrics.UNSERVED.name, [], float(self._unserved())
+
+    def _empty(self, queues: Sequence[QueueStatistics]) -> Iterator[QueueStatistics]:
+        """Those that had something lately are told to have nothing: on a chart, zero is no gap."""
+        now = time.monotonic()
+        self._seen = {queue: at for queue, at in self._seen.items() if now - at < REMEMBER_SECONDS}
+        self._seen |= dict.fromkeys((each.queue for each in queues), now)
+        for queue in self._seen.keys() - {each.queue for each in queues}:
+            yield QueueStatistics(queue, 0, 0, 0, 0, 0, None, None)
+
+
+def of_queues(queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
+    """The longest ones; the rest together."""
+    by_length = sorted(queues, key=lambda each: each.length, reverse=True)
+    most = MOST_NAMES["queue"]
+    for each in by_length[:most]:
+        yield from _of_queue(each.queue, [each])
+    if by_length[most:]:
+        yield from _of_queue(OTHER, by_length[most:])
+
+
+def _of_queue(name: str, queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
+    for state in ("ready", "scheduled", "retrying", "claimed", "running"):
+        yield metrics.QUEUE_TASKS.name, [name, state], float(sum(getattr(each, state) for each in queues))
+    oldest = max(each.oldest_ready_age_seconds or 0.0 for each in queues)
+    yield metrics.OLDEST_READY.name, [name], oldest
+
+
+def of_cluster(cluster: Cluster) -> Iterator[Sample]:
+    """What is not known is left out; nothing due, and no transaction, are ages of zero."""
+    figures: dict[Metric, float | None] = {
+        metrics.SUBMITTED: cluster.submitted,
+        metrics.DUE_LAG: cluster.due_lag_seconds or 0.0,
+        metrics.CLUSTER_SLOTS: cluster.slots,
+        metrics.OLDEST_TRANSACTION: max(cluster.oldest_transaction_seconds or 0.0, 0.0),
+        metrics.NOTIFY_QUEUE: cluster.notify_queue_usage,
+        metrics.DATABASE_CONNECTIONS: cluster.connections,
+        metrics.DATABASE_CONNECTIONS_LIMIT: cluster.connections_limit,
+    }
+    yield from ((metric.name, [], float(value)) for metric, value in figures.items() if value is not None)
+    for state in ("alive", "stopping", "dead"):
+        yield metrics.CLUSTER_WORKERS.name, [state], float(getattr(cluster, state))
+
+
+def of_tables(tables: Sequence[Table]) -> Iterator[Sample]:
+    for table in tables:
+        if table.name in TABLES:
+            yield metrics.TABLE_BYTES.name, [table.name], float(table.size_bytes)
+            yield metrics.LIVE_TUPLES.name, [table.name], float(table.live_tuples)
+            yield metrics.DEAD_TUPLES.name, [table.name], float(table.dead_tuples)

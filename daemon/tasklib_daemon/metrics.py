@@ -1,0 +1,261 @@
+"""Every metric, named once: what it is called, what it means, its unit, and which labels it has.
+
+Labels are bounded. Names of tasks and queues are the application's, at most so many of each, and the rest is `other`;
+all other labels have few values that are ours. Never a task id, never a value of a user's.
+
+What workers and the keeper count comes under the `word` of a metric, from their ledgers; the rest is made from the
+supervisor's status, or read from the database by the elected keeper (`is_cluster`): once for all daemons. Pure, and
+nothing but the standard library: the supervisor imports it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tasklib.worker.tally import BATCHES, SECONDS, STATEMENT_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Kind = Literal["counter", "gauge", "histogram"]
+PREFIX = "tasklib_"
+MOST_NAMES = {"task": 100, "queue": 100}  # then: OTHER
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str  # without the prefix, and of a counter without `_total`
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+    buckets: tuple[float, ...] = ()
+    word: str | None = None
+    is_cluster: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+
+    @property
+    def size(self) -> int:
+        """How many numbers it takes in a ledger."""
+        return len(self.buckets) + 2 if self.kind == "histogram" else 1
+
+
+def _counted(
+    name: str, word: str, help_text: str, *labels: str, buckets: tuple[float, ...] = (), unit: str = "tasks"
+) -> Metric:
+    return Metric(name, "histogram" if buckets else "counter", help_text, labels, unit, buckets, word)
+
+
+def _gauge(name: str, help_text: str, *labels: str, unit: str = "", is_cluster: bool = False) -> Metric:
+    return Metric(name, "gauge", help_text, labels, unit, is_cluster=is_cluster)
+
+
+def _cluster(name: str, help_text: str, *labels: str, unit: str = "") -> Metric:
+    return _gauge(name, help_text, *labels, unit=unit, is_cluster=True)
+
+
+# --- tasks ---
+
+CLAIMED = _counted(
+    "tasks_claimed", "claimed",
+    "Tasks taken from the queues, by how they were found: by a notification, by the poll, because their time had come "
+    "(due), or as more of what was there (backlog).",
+    "queue", "found",
+)  # fmt: skip
+STARTED = _counted("tasks_started", "started", "Attempts that began.")
+FINISHED = _counted(
+    "tasks_finished", "finished",
+    "Attempts that ended, by outcome, as in the view task_attempts: completed, failed, timed_out, cancelled, snoozed, "
+    "interrupted, worker_failure, lease_lost.",
+    "task", "queue", "outcome",
+)  # fmt: skip
+RETRIED = _counted(
+    "tasks_retried", "retried", "Attempts that failed or timed out, and are to be tried again.", "task", "queue"
+)
+FAILED = _counted("tasks_failed", "failed", "Tasks that failed for good.", "task", "queue")
+LOST = _counted(
+    "tasks_lost", "lost",
+    "Tasks taken back from a worker that died under its supervisor (worker_died), or that was not heard of any more, "
+    "or held a task past its lock (lease_expired).",
+    "cause",
+)  # fmt: skip
+RELEASED = _counted("tasks_released", "released", "Tasks given back without having begun.")
+EXPIRED = _counted("tasks_expired", "expired", "Tasks that were not started before their expires_at.")
+SUSPECTED = _counted(
+    "tasks_suspected", "suspected", "Tasks that executed when their worker died, and run alone the next time.", "task"
+)
+BURIED = _counted("tasks_buried", "buried", "Tasks that killed their workers too often, kept for a person.", "task")
+DURATION = _counted(
+    "task_duration_seconds", "duration", "How long attempts took.", "task", "queue", buckets=SECONDS, unit="seconds"
+)
+WAIT = _counted(
+    "queue_wait_seconds", "wait", "From when a task could run until a worker took it, of first attempts.",
+    "task", "queue", buckets=SECONDS, unit="seconds",
+)  # fmt: skip
+
+# --- workers ---
+
+CLAIM_SECONDS = _counted(
+    "claim_duration_seconds", "claim_seconds", "How long claim statements took.", buckets=STATEMENT_SECONDS,
+    unit="seconds",
+)  # fmt: skip
+CLAIM_BATCH = _counted("claim_batch_tasks", "claim_batch", "Tasks found by one claim statement.", buckets=BATCHES)
+FINISH_SECONDS = _counted(
+    "finish_duration_seconds", "finish_seconds", "How long the statements took that write outcomes.",
+    buckets=STATEMENT_SECONDS, unit="seconds",
+)  # fmt: skip
+FINISH_BATCH = _counted("finish_batch_tasks", "finish_batch", "Outcomes written by one statement.", buckets=BATCHES)
+FENCED = _counted(
+    "fenced_writes", "fenced", "Outcomes that were refused: their tasks had other owners by then.", unit="writes"
+)
+LEASES_LOST = _counted(
+    "leases_lost", "lease_lost",
+    "Leases of workers that could not be renewed in time (ran_out), or were given to others (fenced).",
+    "how", unit="leases",
+)  # fmt: skip
+LOOP_ROUNDS = _counted(
+    "loop_rounds", "rounds", "Rounds of each loop: of one that stands still, it does not grow.", "process", "loop",
+    unit="rounds",
+)  # fmt: skip
+DATABASE_ERRORS = _counted(
+    "database_errors", "errors",
+    "Rounds of loops that failed: the database was away (outage), it refused something (refused), or it is a bug.",
+    "process", "loop", "kind", unit="errors",
+)  # fmt: skip
+WORKERS_WANTED = _gauge("workers_wanted", "Workers that this daemon should have.", unit="workers")
+WORKERS = _gauge(
+    "workers",
+    "Workers of this daemon by state: starting, ready, stopping, hung, or waiting (dead, and not started again yet).",
+    "state", unit="workers",
+)  # fmt: skip
+SLOTS = _gauge("slots", "Tasks that the ready workers of this daemon can execute at once.", unit="tasks")
+EXECUTING = _gauge("worker_executing_tasks", "Tasks that execute.", "slot", unit="tasks")
+BUFFERED = _gauge(
+    "worker_buffered_tasks", "Tasks that were claimed, and wait in the worker's buffer.", "slot", unit="tasks"
+)
+UNWRITTEN = _gauge(
+    "worker_unwritten_tasks", "Tasks that have ended, and whose outcome is not written yet.", "slot", unit="tasks"
+)
+BEAT_AGE = _gauge("worker_beat_age_seconds", "Time since the claim loop last went on.", "slot", unit="seconds")
+WORKER_DEATHS = _counted(
+    "worker_deaths", "deaths",
+    "Deaths of workers: crash, hang, hard_timeout, cancelled (a task did not stop), memory; and expected ones: "
+    "recycled, shutdown.",
+    "cause", unit="deaths",
+)  # fmt: skip
+RECOVERY = _counted(
+    "recovery_duration_seconds", "recovery", "From the death of a worker until its tasks could run again.",
+    buckets=SECONDS, unit="seconds",
+)  # fmt: skip
+
+# --- the daemon ---
+
+BUILD_INFO = _gauge("build_info", "Always 1; the versions are in the labels.", "version", "python", unit="info")
+DAEMON_STATE = _gauge("daemon_state", "1 for the state that the daemon is in.", "state")
+DAEMON_HEALTHY = _gauge("daemon_healthy", "0 while a child dies again and again.")
+STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor last told how it is.", unit="seconds")
+MEMORY = _gauge("process_resident_memory_bytes", "Memory of each process.", "role", "slot", unit="bytes")
+CPU = Metric("process_cpu_seconds", "counter", "Time on a processor of each process.", ("role", "slot"), "seconds")
+START_TIME = _gauge(
+    "process_start_time_seconds", "When each process began, since 1970.", "role", "slot", unit="seconds"
+)
+RESTARTS = Metric(
+    "process_restarts", "counter", "How often a child was started again, after a death that nobody had asked for.",
+    ("role", "slot"), "restarts",
+)  # fmt: skip
+DATABASE_UP = _gauge("database_up", "1 while the database answers the keeper.")
+LISTENER_UP = _gauge("listener_up", "1 while notifications are heard; 0: new tasks are found by the poll alone.")
+NOTIFICATIONS = _counted(
+    "notifications", "rings", "Notifications of work that the daemon has heard.", unit="notifications"
+)
+ELECTED = _gauge("elected", "1 for the daemon that does what is done once for all of them.")
+ELECTION_TERM = _gauge("election_term", "The term of office; only while elected.")
+ELECTIONS_WON = _counted("elections_won", "elected", "How often this daemon was elected.", unit="elections")
+CONNECTIONS_OPEN = _gauge(
+    "connections_open", "Connections to the database of all workers, or of the keeper.", "process", unit="connections"
+)
+CONNECTIONS_BUDGET = _gauge("connections_budget", "The most that this daemon opens.", unit="connections")
+OTHERS = _counted(
+    "series_dropped", "others", "Counts that went to `other`, because there are too many names.", unit="counts"
+)
+GAUGES_FAILURES = _counted(
+    "gauges_failures", "gauges_failures", "Readings of the gauges of the cluster that failed or took too long.",
+    unit="readings",
+)  # fmt: skip
+
+# --- the cluster ---
+
+SUBMITTED = Metric(
+    "tasks_submitted", "counter",
+    "Rows inserted into tasklib.tasks, by PostgreSQL's own statistics, which count what was rolled back too.",
+    unit="tasks", is_cluster=True,
+)  # fmt: skip
+QUEUE_TASKS = _cluster(
+    "queue_tasks",
+    "Tasks that wait or are held: ready, scheduled for later, retrying (they wait for their next attempt), claimed, "
+    "running. Counted up to a million ready ones in each queue, and a hundred thousand of the others.",
+    "queue", "state", unit="tasks",
+)  # fmt: skip
+OLDEST_READY = _cluster(
+    "queue_oldest_ready_age_seconds", "How long the task that has waited longest could have run.", "queue",
+    unit="seconds",
+)  # fmt: skip
+DUE_LAG = _cluster(
+    "due_lag_seconds", "How long the longest due of the tasks that wait for their time has been due.", unit="seconds"
+)
+UNSERVED = _cluster("unserved_names", "Names of tasks that wait, and that no live worker serves.", unit="names")
+CLUSTER_WORKERS = _cluster(
+    "cluster_workers", "Workers in the table of workers: alive, stopping, or dead and not forgotten yet.", "state",
+    unit="workers",
+)  # fmt: skip
+CLUSTER_SLOTS = _cluster("cluster_slots", "Tasks that all live workers can execute at once.", unit="tasks")
+TABLE_BYTES = _cluster("database_table_bytes", "Size of each table, with its indexes.", "table", unit="bytes")
+LIVE_TUPLES = _cluster("database_live_tuples", "Rows, as PostgreSQL estimates them.", "table", unit="tuples")
+DEAD_TUPLES = _cluster(
+    "database_dead_tuples", "Versions of rows that a vacuum has to remove, as PostgreSQL estimates them.", "table",
+    unit="tuples",
+)  # fmt: skip
+OLDEST_TRANSACTION = _cluster(
+    "database_oldest_transaction_age_seconds",
+    "Age of the oldest open transaction: nothing that has died since is vacuumed. Of other roles' sessions only with "
+    "the role pg_read_all_stats.",
+    unit="seconds",
+)  # fmt: skip
+NOTIFY_QUEUE = _cluster(
+    "database_notify_queue_usage_ratio", "How full the server's queue of notifications is: at 1, commits fail.",
+    unit="ratio",
+)  # fmt: skip
+DATABASE_CONNECTIONS = _cluster("database_connections", "Connections to the server.", unit="connections")
+DATABASE_CONNECTIONS_LIMIT = _cluster(
+    "database_connections_limit", "The most that the server takes, less those that are reserved.", unit="connections"
+)
+GAUGES_AGE = _cluster("gauges_age_seconds", "Time since the gauges of the cluster were read.", unit="seconds")
+GAUGES_DURATION = _cluster("gauges_read_duration_seconds", "How long the last reading took.", unit="seconds")
+
+ALL: tuple[Metric, ...] = tuple(each for each in [*globals().values()] if isinstance(each, Metric))
+BY_WORD = {metric.word: metric for metric in ALL if metric.word is not None}
+BY_NAME = {metric.name: metric for metric in ALL}
+
+
+class Bounds:
+    """Which names may be labels: the first that come, so many of each kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[str]] = {label: set() for label in MOST_NAMES}
+
+    def within(self, metric: Metric, labels: Iterable[str]) -> tuple[str, ...]:
+        return tuple(self._bounded(name, value) for name, value in zip(metric.labels, labels, strict=True))
+
+    def _bounded(self, label: str, value: str) -> str:
+        known = self._known.get(label)
+        if known is None or value in known:
+            return value
+        if len(known) >= MOST_NAMES[label]:
+            return OTHER
+        known.add(value)
+        return value

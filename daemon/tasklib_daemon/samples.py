@@ -1,0 +1,126 @@
+"""From what the supervisor tells to samples: each a metric, its labels, and a value. Pure."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from tasklib_daemon import metrics
+from tasklib_daemon.status import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from tasklib.worker.tally import Amounts
+    from tasklib_daemon.metrics import Metric
+    from tasklib_daemon.status import ChildStatus, Status
+
+
+class Sample(NamedTuple):
+    metric: Metric
+    labels: Sequence[str]
+    values: Sequence[float]  # one; of a histogram, the number in each bucket, then the sum
+
+
+class Reading(NamedTuple):
+    """The gauges of the cluster, as the keeper read them."""
+
+    samples: Sequence[tuple[str, Sequence[str], float]] = ()
+    age_seconds: float = 0.0
+
+
+def of_daemon(status: Status, age_seconds: float, totals: Amounts, cluster: Reading) -> Iterator[Sample]:
+    """Everything that is told on `/metrics`. Before the first status there is next to nothing."""
+    yield Sample(metrics.STATUS_AGE, (), [age_seconds])
+    if not status:
+        return
+    yield from _of_status(status)
+    yield from _of_workers(status)
+    for role, child in _processes(status):
+        yield from _of_process(role, child)
+    yield from _of_totals(totals)
+    if status.get("elected") and cluster.samples:
+        yield Sample(metrics.GAUGES_AGE, (), [cluster.age_seconds])
+        for name, labels, value in cluster.samples:
+            if name in metrics.BY_NAME:
+                yield Sample(metrics.BY_NAME[name], labels, [value])
+
+
+def _of_status(status: Status) -> Iterator[Sample]:
+    yield Sample(metrics.BUILD_INFO, (status.get("version", ""), platform.python_version()), [1.0])
+    for state in get_args(State):
+        yield Sample(metrics.DAEMON_STATE, (state,), [float(status.get("state") == state)])
+    figures: Mapping[Metric, float | None] = {
+        metrics.DAEMON_HEALTHY: status.get("is_healthy", True),
+        metrics.DATABASE_UP: status.get("database", False),
+        metrics.LISTENER_UP: status.get("listening", False),
+        metrics.ELECTED: status.get("elected", False),
+        metrics.ELECTION_TERM: status.get("term"),
+        metrics.WORKERS_WANTED: status.get("wanted_workers"),
+        metrics.CONNECTIONS_BUDGET: status.get("budget"),
+    }
+    yield from (Sample(metric, (), [float(value)]) for metric, value in figures.items() if value is not None)
+    of_workers = sum(worker.get("connections", 0) for worker in status.get("workers", []))
+    yield Sample(metrics.CONNECTIONS_OPEN, ("worker",), [float(of_workers)])
+    yield Sample(metrics.CONNECTIONS_OPEN, ("keeper",), [float(status.get("connections", 0))])
+
+
+def _of_workers(status: Status) -> Iterator[Sample]:
+    workers = status.get("workers", [])
+    states = ["hung" if worker.get("is_hung") else worker.get("state", "starting") for worker in workers]
+    for state in ("starting", "ready", "stopping", "waiting", "hung"):
+        yield Sample(metrics.WORKERS, (state,), [float(states.count(state))])
+    yield Sample(metrics.SLOTS, (), [float(states.count("ready") * status.get("concurrency", 0))])
+    for slot, worker in _by_slot(workers).items():
+        figures: Mapping[Metric, float | None] = {
+            metrics.EXECUTING: worker.get("running"),
+            metrics.BUFFERED: worker.get("claimed"),
+            metrics.UNWRITTEN: worker.get("unwritten"),
+            metrics.BEAT_AGE: worker.get("beat_age_seconds"),
+        }
+        yield from (Sample(metric, (slot,), [float(value)]) for metric, value in figures.items() if value is not None)
+
+
+def _by_slot(workers: Iterable[ChildStatus]) -> dict[str, ChildStatus]:
+    """One for each: while one replaces another, the one that serves."""
+    ordered = sorted(workers, key=lambda worker: worker.get("state") == "ready")
+    return {str(worker.get("slot", "")): worker for worker in ordered}
+
+
+def _processes(status: Status) -> Iterator[tuple[str, ChildStatus]]:
+    supervisor: ChildStatus = {"slot": 1, "started_at": status.get("started_at")}
+    if "memory_bytes" in status and "cpu_seconds" in status:
+        supervisor |= {"memory_bytes": status["memory_bytes"], "cpu_seconds": status["cpu_seconds"]}
+    yield "supervisor", supervisor
+    for worker in _by_slot(status.get("workers", [])).values():
+        yield "worker", worker
+    if "keeper" in status:
+        yield "keeper", status["keeper"]
+    if "web" in status:
+        yield "web", status["web"]
+
+
+def _of_process(role: str, child: ChildStatus) -> Iterator[Sample]:
+    labels = (role, str(child.get("slot", "")))
+    started_at = child.get("started_at")
+    figures: Mapping[Metric, float | None] = {
+        metrics.MEMORY: child.get("memory_bytes"),
+        metrics.CPU: child.get("cpu_seconds"),
+        metrics.START_TIME: None if started_at is None else datetime.fromisoformat(started_at).timestamp(),
+        metrics.RESTARTS: child.get("restarts"),
+    }
+    yield from (Sample(metric, labels, [float(value)]) for metric, value in figures.items() if value is not None)
+
+
+def _of_totals(totals: Amounts) -> Iterator[Sample]:
+    """What has no labels is there from the start: a counter that appears with its first count has no rate."""
+    found = set()
+    for (word, *labels), values in totals.items():
+        metric = metrics.BY_WORD.get(word)
+        if metric is not None and len(values) == metric.size:
+            found.add(word)
+            yield Sample(metric, labels, values)
+    for word, metric in metrics.BY_WORD.items():
+        if word not in found and not metric.labels:
+            yield Sample(metric, (), [0.0] * metric.size)

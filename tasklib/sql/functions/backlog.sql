@@ -1,0 +1,53 @@
+-- How much work there is, for a scaler: tasks that are ready, or are due and only wait to be made ready, and tasks that a
+-- worker holds. In these queues, or in all of them.
+--
+--     select tasklib.backlog(array['default', 'mail']);
+--
+-- What is due counts although no worker has made it ready: there may be none, because there was nothing to do. And what is
+-- held counts, so that nobody is taken away while a task runs.
+-- Counts up to `most`, and reads no more than that of each kind: a scaler asks every few seconds, and only wants to know
+-- whether it is more than all of its workers can do. What will be due later is not read.
+create or replace function tasklib.backlog(queues text[] default null, most bigint default 10000) returns bigint
+    language sql stable security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+    set max_parallel_workers_per_gather = 0
+as $$
+    with recursive lanes (queue) as (
+        (select task.queue::text from tasklib.tasks as task where task.ready and $1 is null order by task.queue limit 1)
+        union all
+        select (select task.queue::text from tasklib.tasks as task
+                 where task.ready and task.queue > lanes.queue order by task.queue limit 1)
+          from lanes where lanes.queue is not null
+    )
+    select least($2, (
+        select count(*)
+          from (select from (select lanes.queue from lanes where lanes.queue is not null
+                             union select unnest($1)) as lane,
+                            lateral (select from tasklib.tasks as task
+                                      where task.ready and task.queue = lane.queue limit $2) as ready
+                 limit $2) as counted
+    ) + (
+        select count(*)
+          from (select task.queue, task.ready, task.pending_parents, task.expires_at from tasklib.tasks as task
+                 where task.due_at <= (select clock_timestamp())
+                 order by task.due_at limit $2) as due
+         where not due.ready and due.pending_parents = 0 and (due.expires_at is null or due.expires_at > clock_timestamp())
+           and ($1 is null or due.queue = any($1))
+    ) + (
+        select count(*)
+          from (select distinct worker_id, task_id
+                  from (select claim.worker_id, taken.task_id
+                          from tasklib.claims as claim, unnest(claim.task_ids) as taken (task_id)
+                         limit $2) as some_of_them) as taken
+         cross join lateral (
+             select task.queue from tasklib.tasks as task
+              where task.id = taken.task_id and task.worker_id = taken.worker_id
+             offset 0) as held
+         where $1 is null or held.queue = any($1)
+    ))
+$$;
+revoke all on function tasklib.backlog(text[], bigint) from public;

@@ -1,0 +1,332 @@
+"""Every metric, the ledger that carries counts beyond a child's death, the supervisor's book, and the exposition."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tasklib.worker import tally as tally_module
+from tasklib.worker.tally import Amounts, histogram
+from tasklib_daemon import crashes, election, gauges, keeper, ledger, metrics, supervisor
+from tasklib_daemon.ledger import Book, Ledger, LedgerTally
+from tasklib_daemon.page import PageView
+from tasklib_daemon.settings import Web
+from tasklib_daemon.web.app import HealthApp, Heard
+from tests.promtool import check_metrics, needs_promtool, parsed, value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tasklib_daemon.status import Status
+
+STATUS: Status = {
+    "name": "host", "version": "1.2.3", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "state": "running",
+    "is_healthy": True, "problems": [], "database": True, "listening": False, "elected": True, "term": 7,
+    "unserved": [], "wanted_workers": 2, "concurrency": 4, "connections": 5, "budget": 40, "memory_bytes": 1,
+    "cpu_seconds": 0.5,
+    "workers": [
+        {"slot": 1, "pid": 2, "state": "ready", "started_at": "2026-01-01T00:00:01+00:00", "restarts": 3, "running": 2,
+         "claimed": 1, "unwritten": 4, "connections": 3, "beat_age_seconds": 0.1, "memory_bytes": 10,
+         "cpu_seconds": 1.0, "is_hung": False},
+        {"slot": 2, "pid": None, "state": "waiting", "started_at": None, "restarts": 1},
+    ],
+    "keeper": {"slot": 1, "pid": 4, "state": "ready", "started_at": "2026-01-01T00:00:01+00:00", "restarts": 0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def own_ledger() -> Iterator[Ledger]:
+    made = Ledger()
+    yield made
+    with contextlib.suppress(BufferError):  # somebody still counts in it
+        made.close()
+
+
+# --- names ---
+
+
+def test_names_follow_the_conventions() -> None:
+    """Base units at the end of the name, a sentence of help, labels that are words, and each name once."""
+    names = [metric.full_name for metric in metrics.ALL]
+    assert len(names) == len(set(names)) > 50
+    for metric in metrics.ALL:
+        assert metric.full_name.startswith("tasklib_")
+        assert metric.help.endswith("."), metric
+        assert metric.unit or metric.kind == "gauge", metric
+        if metric.unit in {"seconds", "bytes", "ratio", "info"}:
+            assert metric.name.endswith(f"_{metric.unit}"), metric
+        assert (metric.kind == "histogram") == bool(metric.buckets)
+        assert [*metric.buckets] == sorted(metric.buckets)
+
+
+def test_labels_are_few_and_never_a_users_value() -> None:
+    """All but the names of tasks and queues, which are bounded, have values of our own making."""
+    ours = {
+        "found", "outcome", "cause", "how", "process", "loop", "kind", "state", "slot", "version", "python", "role",
+        "table", "task", "queue",
+    }  # fmt: skip
+    assert {label for metric in metrics.ALL for label in metric.labels} == ours
+    assert set(metrics.MOST_NAMES) == {"task", "queue"}
+
+
+def test_every_metric_that_is_made_from_a_word_is_counted_somewhere() -> None:
+    """A word that nobody says any more would be a series of zeros for ever."""
+    modules = (tally_module, crashes, election, gauges, keeper, supervisor, ledger)
+    said = {
+        node.value
+        for module in modules
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert set(metrics.BY_WORD) <= said
+
+
+def test_every_word_of_a_tally_has_its_metric(own_ledger: Ledger) -> None:
+    """The ledger refuses others: a worker must not find out."""
+    own = LedgerTally(own_ledger, "worker")
+    own.claimed("default", [], "poll", 0.1)
+    own.flushed(1, 0.1)
+    own.found("mail", "default", "FAILED", seconds=0.1, will_retry=True)
+    own.found("mail", "default", "TIMED_OUT", seconds=0.1, will_retry=False)
+    own.expired(1)
+    own.lost(1, "worker_died")
+    own.fenced(1)
+    own.lease_lost("ran_out")
+    own.failed("claim", "outage")
+    own.rounds({"claim": 1})
+    assert all(sum(values) for key, values in own_ledger.read().items() if key != ("others",))
+
+
+def test_names_beyond_the_bound_are_others() -> None:
+    """The first hundred of each kind are told apart; what came first stays."""
+    bounds = metrics.Bounds()
+    for number in range(150):
+        bounds.within(metrics.FAILED, (f"task_{number}", "default"))
+    assert bounds.within(metrics.FAILED, ("task_5", "default")) == ("task_5", "default")
+    assert bounds.within(metrics.FAILED, ("task_120", "default")) == ("other", "default")
+
+
+# --- the ledger ---
+
+
+def test_a_ledger_is_read_as_it_was_written(own_ledger: Ledger) -> None:
+    """Numbers add up, histograms keep their buckets, and new keys come after old ones were read."""
+    own = LedgerTally(own_ledger, "worker")
+    own.add({("failed", "mail", "default"): [1.0]})
+    assert own_ledger.read()["failed", "mail", "default"] == [1.0]
+    own.add({("failed", "mail", "default"): [2.0], ("recovery",): histogram(metrics.RECOVERY.buckets, [0.3])})
+    found = own_ledger.read()
+    assert found["failed", "mail", "default"] == [3.0]
+    assert found["recovery",] == histogram(metrics.RECOVERY.buckets, [0.3])
+
+
+def test_a_ledger_outlives_the_process_that_wrote_it(own_ledger: Ledger) -> None:
+    """SIGKILL right after a count: the parent reads it all the same."""
+    pid = os.fork()
+    if pid == 0:
+        LedgerTally(own_ledger, "worker").add({("buried", "bad"): [4.0]})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert own_ledger.read()["buried", "bad"] == [4.0]
+
+
+def test_a_full_ledger_counts_what_it_cannot_hold(own_ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither grows nor raises; that something was left out is told."""
+    monkeypatch.setattr(ledger, "NUMBERS", 3)
+    own = LedgerTally(own_ledger, "worker")
+    for number in range(5):
+        own.add({("buried", f"task_{number}"): [1.0]})
+    found = own_ledger.read()
+    assert found["others",] == [3.0]
+    assert {key for key in found if key[0] == "buried"} == {("buried", "task_0"), ("buried", "task_1")}
+
+
+def test_any_number_of_queues_takes_a_bounded_ledger(own_ledger: Ledger) -> None:
+    """Names that users make up, one for each customer say, end up as others, and nothing is remembered of them."""
+    own = LedgerTally(own_ledger, "worker")
+    for number in range(1000):
+        own.add({("claimed", f"customer_{number}", "poll"): [1.0]})
+    found = own_ledger.read()
+    assert found["claimed", "other", "poll"] == [900.0]
+    assert found["others",] == [900.0]
+    assert len(own._places) == len(found) == 102
+
+
+# --- the book ---
+
+
+def view(*, ended: int, executing: int) -> PageView:
+    slot = object()
+    return PageView("", 2, 0.0, True, ended, 0, (), (slot,) * executing, ())  # type: ignore[arg-type]
+
+
+def counting(amounts: Amounts) -> Ledger:
+    made = Ledger()
+    LedgerTally(made, "worker").add(amounts)
+    return made
+
+
+def test_the_dead_are_counted_with_the_living() -> None:
+    """A counter never goes down because a worker died; and a child is counted once, however often it is looked at."""
+    book = Book()
+    first, second = counting({("buried", "a"): [1.0]}), counting({("buried", "a"): [2.0]})
+    for _ in range(3):
+        book.look(1, first, None)
+        book.look(2, second, None)
+    assert book.totals()["buried", "a"] == [3.0]
+    book.close(1, first, None)
+    assert book.totals()["buried", "a"] == [3.0]
+    book.count("deaths", "crash")
+    assert book.totals()["deaths", "crash"] == [1.0]
+
+
+def test_what_has_started_never_becomes_less() -> None:
+    """What executes has started, and so has what has ended. A page that is read while it is written may tell less."""
+    book, empty = Book(), Ledger()
+    book.look(1, empty, view(ended=3, executing=2))
+    assert book.totals()["started",] == [5.0]
+    book.look(1, empty, view(ended=3, executing=1))
+    assert book.totals()["started",] == [5.0]
+    book.close(1, empty, view(ended=5, executing=1))
+    assert book.totals()["started",] == [6.0]
+
+
+def test_only_what_is_new_is_written_down() -> None:
+    """And only what the statistics by the minute have."""
+    book = Book()
+    own = Ledger()
+    counts = LedgerTally(own, "worker")
+    counts.add({("finished", "mail", "default", "completed"): [5.0], ("buried", "mail"): [1.0]})
+    book.look(1, own, None)
+    assert book.to_write_down() == {("finished", "mail", "default", "completed"): [5.0]}
+    assert book.to_write_down() == {}
+    counts.add({("finished", "mail", "default", "completed"): [2.0]})
+    book.close(1, own, None)
+    assert book.to_write_down() == {("finished", "mail", "default", "completed"): [2.0]}
+
+
+def test_amounts_go_through_a_message() -> None:
+    """As JSON, and back."""
+    amounts: Amounts = {("failed", "mail", "default"): [1.0], ("recovery",): histogram(metrics.RECOVERY.buckets, [0.3])}
+    assert ledger.from_json(ledger.to_json(amounts)) == amounts
+
+
+# --- what is told ---
+
+
+def told(status: Status, totals: Amounts | None = None, samples: list[object] | None = None) -> str:
+    heard = Heard()
+    if status:
+        heard.take(status)
+    heard.take_totals(totals or {})
+    heard.take_gauges(samples or [], heard.now())
+    answer = HealthApp(Web(), heard).answer("GET", "/metrics", {})
+    assert answer.code == 200
+    assert answer.text is not None
+    return answer.text.decode()
+
+
+CLUSTER: list[object] = [
+    ["queue_tasks", ["default", "ready"], 3.0],
+    ["tasks_submitted", [], 9.0],
+    ["of tomorrow", [], 1.0],
+]
+
+
+def test_a_status_is_told_as_gauges() -> None:
+    """Processes by role and slot, states as ones and zeros."""
+    series = parsed(told(STATUS))
+    assert value(series, "tasklib_workers", state="ready") == 1
+    assert value(series, "tasklib_workers", state="waiting") == 1
+    assert value(series, "tasklib_slots") == 4
+    assert value(series, "tasklib_worker_unwritten_tasks", slot="1") == 4
+    assert value(series, "tasklib_daemon_state", state="running") == 1
+    assert value(series, "tasklib_daemon_state", state="paused") == 0
+    assert value(series, "tasklib_listener_up") == 0
+    assert value(series, "tasklib_connections_open", process="worker") == 3
+    assert value(series, "tasklib_process_restarts_total", role="worker", slot="2") == 1
+    assert value(series, "tasklib_election_term") == 7
+
+
+def test_histograms_are_told_as_prometheus_counts_them() -> None:
+    """Buckets include the smaller ones; count and sum are theirs."""
+    totals: Amounts = {("recovery",): histogram(metrics.RECOVERY.buckets, [0.3, 0.3, 9000.0])}
+    series = parsed(told(STATUS, totals))
+    assert value(series, "tasklib_recovery_duration_seconds_bucket", le="0.25") == 0
+    assert value(series, "tasklib_recovery_duration_seconds_bucket", le="0.5") == 2
+    assert value(series, "tasklib_recovery_duration_seconds_bucket", le="+Inf") == 3
+    assert value(series, "tasklib_recovery_duration_seconds_count") == 3
+    assert value(series, "tasklib_recovery_duration_seconds_sum") == pytest.approx(9000.6)
+
+
+def test_the_cluster_is_told_by_the_elected_one_alone() -> None:
+    """Or its depth would be there once for each daemon. What is not known yet is left out."""
+    assert value(parsed(told(STATUS, samples=CLUSTER)), "tasklib_queue_tasks", queue="default", state="ready") == 3
+    others = parsed(told({**STATUS, "elected": False}, samples=CLUSTER))
+    assert not {name for name, _ in others if name == "tasklib_queue_tasks" or name.startswith("tasklib_database_t")}
+
+
+def test_what_has_no_labels_is_there_from_the_start() -> None:
+    """A counter that appears with its first count has no rate, and no alert sees it."""
+    series = parsed(told(STATUS))
+    for metric in metrics.BY_WORD.values():
+        if not metric.labels and metric.kind == "counter":
+            assert value(series, metric.full_name) == 0, metric
+
+
+def test_before_the_first_status_there_is_an_answer() -> None:
+    """It says how long nothing was told."""
+    series = parsed(told({}))
+    assert [name for name, _ in series] == ["tasklib_status_age_seconds"]
+
+
+def test_it_is_made_once_for_what_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred scrapes a second cost one rendering a second."""
+    clock = iter([0.0] * 1000)
+    heard = Heard(lambda: next(clock))
+    heard.take(STATUS)
+    app = HealthApp(Web(), heard)
+    texts = [app.answer("GET", "/metrics", {}).text for _ in range(100)]
+    assert all(text is texts[0] for text in texts)
+    heard.take_totals({("buried", "a"): [1.0]})
+    assert app.answer("GET", "/metrics", {}).text is not texts[0]
+
+
+def test_labels_are_escaped() -> None:
+    """Whatever a name has in it, the text stays readable."""
+    series = parsed(told(STATUS, {("buried", 'a"\\\nb'): [1.0]}))
+    assert value(series, "tasklib_tasks_buried_total", task='a"\\\nb') == 1
+
+
+def everything() -> str:
+    """Each metric that there is, at least once."""
+    totals: Amounts = {
+        (metric.word or "", *(f"a_{label}" for label in metric.labels)): [1.0] * metric.size
+        for metric in metrics.BY_WORD.values()
+    }
+    cluster: list[object] = [
+        [metric.name, [f"a_{label}" for label in metric.labels], 1.0] for metric in metrics.ALL if metric.is_cluster
+    ]
+    return told(STATUS, totals, cluster)
+
+
+def test_every_metric_can_be_told() -> None:
+    """Under its own name, type and help."""
+    families = {family.name: family for family in text_string_to_metric_families(everything())}
+    for metric in metrics.ALL:
+        family = families[metrics.PREFIX + metric.name]
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+        assert family.samples
+
+
+@needs_promtool
+def test_promtool_has_nothing_to_object_to() -> None:
+    """`promtool check metrics` over all that there is."""
+    assert check_metrics(everything()) == ""
