@@ -12,6 +12,7 @@ python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under k
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
+python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py manifests  write the manifests anew that are made from the files of grafana/
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
         "exactly-once": lambda options: run_in_venv("tests/campaigns/exactly_once.py", *options),
         "soak": soak,
         "bench": lambda options: run_in_venv("-m", "bench", *options),
+        "footprint": lambda options: run_in_venv("-m", "bench.footprint", *options),
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "manifests": lambda options: run_in_venv("-m", "tests.manifests", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),

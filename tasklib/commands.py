@@ -1,12 +1,15 @@
 """The commands of `tasklib`, for people (tables) and for programs (`--json`).
 
 The database is named by TASKLIB_DATABASE_URL, DATABASE_URL or libpq's PG* variables, never by an argument:
-arguments are shown to every user of the machine by `ps`. Exit codes: 0 done, 1 refused or failed, 2 wrong usage.
+arguments are shown to every user of the machine by `ps`. Exit codes: 0 done, 1 refused or failed, 2 wrong usage;
+those of `doctor` are what monitoring expects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +23,18 @@ from rich.text import Text
 from tasklib import migrate as migrations
 from tasklib.client import Client
 from tasklib.config import Config
-from tasklib.errors import InvalidArguments, TasklibError
+from tasklib.doctor import (
+    CHECKS,
+    DEEP_CHECKS,
+    EXIT_CODES,
+    SECONDS,
+    UNKNOWN_EXIT_CODE,
+    Finding,
+    Severity,
+    examine,
+    worst,
+)
+from tasklib.errors import InvalidArguments, InvalidConfig, TasklibError
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.record import Task, is_retrying
 from tasklib.registry import default_registry, discover
@@ -29,7 +43,7 @@ from tasklib.strict_json import parse_json
 from tasklib.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tasklib.statistics import QueueStatistics, TaskStatistics
 
@@ -42,6 +56,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
+SEVERITY_STYLES = {Severity.OK: "green", Severity.NOTE: "", Severity.WARNING: "yellow", Severity.CRITICAL: "red"}
 STATE_STYLES = {State.COMPLETED: "green", State.RUNNING: "cyan", State.FAILED: "red", State.BURIED: "red"}
 
 
@@ -207,6 +222,63 @@ def _figures_table(rows: Iterable[QueueStatistics | TaskStatistics], columns: Se
 
 def _figure(value: str | float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def doctor(
+    as_json: Json = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that all of it may take.")] = SECONDS,
+    skip: Annotated[list[str] | None, typer.Option(help="A check to leave out; may be repeated.")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also what reads whole tables.")] = False,
+) -> None:
+    """Look at the database as a queue needs it: what is wrong, and what to do about it. Changes nothing.
+
+    Exit codes: 0 all is well, 1 a warning, 2 something critical, 3 there is nothing to look at.
+    """
+    known = CHECKS | DEEP_CHECKS
+    if unknown := [name for name in skip or () if name not in known]:
+        raise typer.BadParameter(f"there is no check {', '.join(unknown)}; there are: {', '.join(known)}")
+    with _progress() as tell:
+        try:
+            config = Config.from_environment()
+            found = examine(config, seconds=timeout, skip=skip or (), deep=deep, on_check=tell)
+        except InvalidConfig as error:
+            typer.echo(f"UNKNOWN: {error}", err=True)
+            raise typer.Exit(UNKNOWN_EXIT_CODE) from None
+    severity = worst(found)
+    if as_json:
+        findings = [each.to_dict() for each in found]
+        typer.echo(_json({"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}))
+    else:
+        _print_findings(found, severity)
+    raise typer.Exit(EXIT_CODES[severity])
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """On a terminal; what is printed in the end goes elsewhere, and to monitoring."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("looking") as status:
+        yield lambda check: status.update(f"looking at {check}")
+
+
+def _print_findings(found: Sequence[Finding], severity: Severity) -> None:
+    """The first line says it all: monitoring systems show no other. Then the worst first."""
+    by_rank = sorted(found, key=lambda each: -each.severity.rank)
+    counts = Counter(each.severity for each in by_rank)
+    shown = ", ".join(f"{count} {each}{'s' * (count > 1 and each != Severity.OK)}" for each, count in counts.items())
+    word = ("OK", "WARNING", "CRITICAL")[EXIT_CODES[severity]]
+    first = f"{word}: {by_rank[0].check}: {_printable(by_rank[0].summary)}" if word != "OK" else word
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(Text(f"{first} ({shown})", style=SEVERITY_STYLES[severity]))
+    for finding in by_rank:
+        line = Text(f"{finding.severity:<9}", style=SEVERITY_STYLES[finding.severity])
+        console.print(line + f"{finding.check:<15}{_printable(finding.summary)}")
+        if finding.remedy:
+            console.print(Text(f"{'':<24}-> {_printable(finding.remedy)}"))
 
 
 def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:

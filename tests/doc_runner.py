@@ -18,6 +18,8 @@ from typing import Any
 
 import psycopg
 
+from tasklib import embedded
+
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Commands that are run, but not from here: where they are.
@@ -43,7 +45,8 @@ async def run_python(code: str, place: str, namespace: dict[str, Any]) -> None:
 
 def run_bash(code: str) -> None:
     lines = [line for line in code.splitlines() if line.split("  #")[0].rstrip() not in ELSEWHERE]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # PostgreSQL's programs of the test server's version: pg_dump refuses a newer server.
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(embedded.find_binaries()), os.environ["PATH"]])
     subprocess.run(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], env=os.environ | {"PATH": path}, check=True)
 
 

@@ -44,5 +44,11 @@ def folder(name: str) -> list[tuple[str, str]]:
     return [(entry.name.removesuffix(".sql"), _read(entry)) for entry in entries if entry.name.endswith(".sql")]
 
 
+def snapshot() -> list[str]:
+    """The schema as it is when all has been applied, a line for each part of it: see `tasklib.migrate.describe`."""
+    lines = _read(files(__name__) / "schema.sql").splitlines()
+    return [line.removeprefix("-- ") for line in lines[1:]]
+
+
 def _read(entry: Traversable) -> str:
     return entry.read_text(encoding="utf-8")

@@ -50,7 +50,8 @@ def test_the_snapshot_is_what_the_migrations_make(database_url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "noun", ["tasks", "workers", "claims", "crashes", "elections", "janitor", "worker_states", "testing", "doorbell"]
+    "noun",
+    ["tasks", "workers", "claims", "crashes", "elections", "janitor", "worker_states", "testing", "doorbell", "doctor"],
 )
 def test_every_named_query_can_be_prepared(conn: Conn, noun: str) -> None:
     """A query that names a missing column fails here, not in production."""

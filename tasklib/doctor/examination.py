@@ -1,0 +1,134 @@
+"""One look at a database: check after check, each for itself, and all of them within a time.
+
+It is made in a thread, because not all that can hang has a limit of its own: a name server, for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg import errors
+
+from tasklib.connection import connection_string, is_connection_lost, translate
+from tasklib.doctor.checks import CHECKS, DEEP_CHECKS
+from tasklib.doctor.findings import Finding, Severity, critical, note, warning
+from tasklib.doctor.limits import Limits
+from tasklib.doctor.patient import LOCK_SECONDS, NOT_TO_BE_SEEN, STATEMENT_SECONDS, Patient, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from tasklib.config import Config
+    from tasklib.doctor.checks import Check
+
+SECONDS = 30.0
+
+
+def examine(
+    config: Config,
+    *,
+    seconds: float = SECONDS,
+    skip: Collection[str] = (),
+    deep: bool = False,
+    limits: Limits | None = None,
+    wall_clock: Callable[[], float] = time.time,
+    on_check: Callable[[str], None] = lambda _: None,
+) -> list[Finding]:
+    """What every check found, in their order. `deep` adds those that read whole tables."""
+    checks = {name: check for name, check in {**CHECKS, **(DEEP_CHECKS if deep else {})}.items() if name not in skip}
+    until = time.monotonic() + seconds
+    look = _Look(config, checks, limits or Limits(), until=until, wall_clock=wall_clock, on_check=on_check)
+    thread = threading.Thread(target=look.run, name="tasklib-doctor", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if look.error is not None:
+        raise look.error
+    found = [*look.found]
+    if thread.is_alive():
+        late = critical(f"no answer within {seconds:g} s, while looking at: {look.at}", REMEDY_UNREACHABLE)
+        found.append(replace(late, check="database"))
+    return found
+
+
+REMEDY_UNREACHABLE = (
+    "see from this host whether it runs and answers: psql with the same address; then the server's log, its disk, and "
+    "the network in between"
+)
+
+
+class _Look:
+    def __init__(
+        self,
+        config: Config,
+        checks: dict[str, Check],
+        limits: Limits,
+        *,
+        until: float,
+        wall_clock: Callable[[], float],
+        on_check: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._checks = checks
+        self._limits = limits
+        self._until = until
+        self._wall_clock = wall_clock
+        self._on_check = on_check
+        self.at = "database"
+        self.found: list[Finding] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except psycopg.Error as error:
+            self._add("database", critical(" ".join(str(translate(error)).split()), REMEDY_UNREACHABLE))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+            self.error = error
+
+    def _run(self) -> None:
+        self._on_check(self.at)
+        dsn = connection_string(self._config)
+        with contextlib.closing(connect(dsn, until=self._until)) as conn:
+            patient = Patient(self._config, conn, until=self._until, wall_clock=self._wall_clock)
+            for name, check in self._checks.items():
+                self.at = name
+                self._on_check(name)
+                self._add(name, *self._found_by(check, patient))
+
+    def _found_by(self, check: Check, patient: Patient) -> Sequence[Finding]:
+        """A question that cannot be answered is a finding of its own. A connection that is lost ends the look."""
+        try:
+            found = list(check(patient, self._limits))
+        except psycopg.Error as error:
+            if patient.conn.closed or is_connection_lost(error):
+                raise
+            return [_unanswered(error, patient)]
+        return [each for each in found if each.severity != Severity.OK] or found
+
+    def _add(self, check: str, *found: Finding) -> None:
+        self.found += [replace(each, check=check) for each in found]
+
+
+def _unanswered(error: psycopg.Error, patient: Patient) -> Finding:
+    said = error.diag.message_primary or str(error).strip()
+    if isinstance(error, errors.InsufficientPrivilege):
+        return note(f"not to be seen by role {patient.server.role}: {said}", "ask as the role of tasklibd")
+    if isinstance(error, NOT_TO_BE_SEEN):
+        return note(f"not to be seen: {said}", "see `schema`")
+    if isinstance(error, errors.LockNotAvailable):
+        return warning(
+            f"somebody holds a lock that keeps everybody from reading; waited for {LOCK_SECONDS:g} s",
+            "see who: select pid, application_name, state, pg_blocking_pids(pid) from pg_stat_activity; then end it: "
+            "select pg_terminate_backend(PID);",
+        )
+    if isinstance(error, errors.QueryCanceled):
+        return warning(
+            f"no answer within {STATEMENT_SECONDS:g} s",
+            "the server is overloaded, or the tables are in a bad state: see `autovacuum` and `transactions`",
+        )
+    return warning(f"PostgreSQL refused to answer: {said}", "see the server's log")

@@ -1,0 +1,120 @@
+"""Checks of the way to the server: what is in between, and whether there are connections left."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import psycopg
+
+from tasklib.budget import connection_budget
+from tasklib.connection import listen_connection_string
+from tasklib.doctor.findings import Finding, ok, warning
+from tasklib.doctor.limits import severity_of
+from tasklib.doctor.patient import NOT_TO_BE_SEEN, connect
+from tasklib.worker.listener import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tasklib.connection import BoundedConnection
+    from tasklib.doctor.limits import Limits
+    from tasklib.doctor.patient import Patient
+
+HEAR_SECONDS = 3.0
+
+
+def check_pooler(patient: Patient, _limits: Limits) -> Iterator[Finding]:
+    """Whether a ring is heard, by the round trip of one, as a worker's listener does it."""
+    is_pooled, own_address = patient.conn.is_pooled, patient.config.listen_database_url is not None
+    if is_pooled and not own_address:
+        yield warning(
+            "a pooler is before the database: a worker with this address hears no notification, finds new tasks by its "
+            "poll alone, and has each statement planned anew",
+            "give workers a direct address, for listening: TASKLIB_LISTEN_DATABASE_URL, or Config.listen_database_url",
+        )
+        return
+    remedy = "correct TASKLIB_LISTEN_DATABASE_URL: it must be a direct address of the same database"
+    try:
+        seconds = _hear_by_own_address(patient) if own_address else _hear(patient, patient.conn)
+    except _ListenAddressError as error:
+        yield warning(
+            f"listen_database_url cannot be used, so that new tasks are found by the poll alone: {error}", remedy
+        )
+        return
+    if seconds is None:
+        yield warning(
+            "a notification was not heard: the address for listening leads to another database, or to a pooler in "
+            "transaction mode; new tasks are found by the poll alone",
+            remedy,
+        )
+        return
+    between = "one, with a direct address for listening" if is_pooled else "none"
+    yield ok(f"{between}; a notification is heard after {seconds * 1000:.1f} ms")
+
+
+class _ListenAddressError(Exception):
+    pass
+
+
+def _hear_by_own_address(patient: Patient) -> float | None:
+    try:
+        listener = connect(listen_connection_string(patient.config), until=time.monotonic() + HEAR_SECONDS)
+    except psycopg.Error as error:
+        raise _ListenAddressError(" ".join(str(error).split())) from None
+    with contextlib.closing(listener):
+        return _hear(patient, listener)
+
+
+def _hear(patient: Patient, listener: BoundedConnection) -> float | None:
+    channel = f"tasklib_check_{uuid4().hex}"
+    listener.deadline = time.monotonic() + 2 * HEAR_SECONDS
+    listen(listener, [channel])
+    began = time.monotonic()
+    with patient.transaction() as conn:
+        conn.execute("select pg_notify(%s, '')", [channel])
+    for heard in listener.notifies(timeout=HEAR_SECONDS, stop_after=1):
+        return time.monotonic() - began if heard.channel == channel else None
+    return None
+
+
+def check_connections(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    ((most, reserved, used, role_limit, of_role, database_limit, of_database),) = patient.ask("connections")
+    role, database = patient.server.role, patient.server.database
+    counts = [("the server", most - reserved, used, "raise max_connections of the server, which takes a restart")]
+    if role_limit >= 0:
+        counts.append((f"role {role}", role_limit, of_role, f"alter role {role} connection limit -1;"))
+    if database_limit >= 0:
+        more = f"alter database {database} connection limit -1;"
+        counts.append((f"database {database}", database_limit, of_database, more))
+    yield ok(f"{used} of {most - reserved} in use")
+    for whose, limit, count, more in counts:
+        if severity := severity_of(count / max(limit, 1), limits.connections_share):
+            yield Finding(
+                severity,
+                f"{count} of the {limit} connections of {whose} are in use; when none is left, nobody can connect",
+                f"lower pool_size, workers or concurrency; or put PgBouncer before the database; or {more}",
+                {"limit": limit, "used": count},
+            )
+    with contextlib.suppress(*NOT_TO_BE_SEEN):
+        yield from _over_budget(patient, min(limit for _, limit, _, _ in counts))
+
+
+def _over_budget(patient: Patient, limit: int) -> Iterator[Finding]:
+    """What belongs to workers alone: who submits beside them, and with what pools, is not known here. Behind a pooler,
+    connections are the pooler's to share out.
+    """
+    workers = [] if patient.conn.is_pooled else patient.ask("live_workers")
+    budgets = [connection_budget(patient.config, concurrency=concurrency) for _, concurrency in workers]
+    wanted = sum(each.worker + each.listener + each.tasks for each in budgets)
+    if wanted > limit:
+        yield warning(
+            f"{len(workers)} workers may open {wanted} connections, if each of their tasks uses its own, and there are "
+            f"{limit}",
+            "fewer workers or a lower concurrency; or raise max_connections of the server, which takes a restart",
+            workers=len(workers),
+            may_open=wanted,
+            limit=limit,
+        )

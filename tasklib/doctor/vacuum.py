@@ -1,0 +1,101 @@
+"""Checks of what makes claims slow and then stops them: dead rows, what keeps them, notifications that nobody reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tasklib.doctor.findings import Finding, critical, note, ok, warning
+from tasklib.doctor.limits import age, severity_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tasklib.doctor.findings import Severity
+    from tasklib.doctor.limits import Limits
+    from tasklib.doctor.patient import Patient, Row
+
+
+def check_autovacuum(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    tables = patient.ask("tables", patient.config.schema)
+    yield ok(f"{sum(dead for *_, dead, _ in tables):,} dead rows")
+    for setting, value in patient.ask("settings", ["autovacuum", "track_counts"]):
+        if value == "off":
+            yield critical(
+                f"{setting} is off: dead rows are never removed, claims become slower, and the disk fills",
+                f"alter system set {setting} = on; select pg_reload_conf();",
+            )
+    for name, _, is_enabled, live, dead, waits_for in tables:
+        if not is_enabled:
+            yield critical(
+                f"autovacuum is off for table {name}: its dead rows are never removed",
+                f"alter table {patient.schema}.{name} reset (autovacuum_enabled);",
+                table=name,
+            )
+        if dead > max(limits.dead_rows, 2 * waits_for):
+            yield warning(
+                f"{name} has {dead:,} dead rows beside {live:,} others: autovacuum, which waits for {waits_for:,.0f}, "
+                f"does not keep up or is held back",
+                f"end what `transactions` shows, then: vacuum {patient.schema}.{name}; if it comes again: "
+                f"alter table {patient.schema}.{name} set (autovacuum_vacuum_cost_delay = 0);",
+                table=name,
+                live=live,
+                dead=dead,
+                threshold=round(waits_for),
+            )
+
+
+def check_transactions(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    rows = patient.ask("transactions")
+    dated = [row for row in rows if row[-1] is not None]
+    yield ok(f"the longest has lasted {max((seconds for *_, seconds in dated), default=0.0):.1f} s")
+    for row in dated:
+        if severity := severity_of(row[-1], limits.transaction_seconds):
+            yield _long_transaction(severity, row)
+    for kind, name, *_ in rows:
+        if kind == "slot":
+            yield warning(
+                f"nobody reads from replication slot {name}, which keeps dead rows and WAL for who does",
+                f"start its standby again, or: select pg_drop_replication_slot('{name}');",
+                slot=name,
+            )
+    hidden = [int(name) for kind, name, *_, seconds in rows if kind == "session" and seconds is None]
+    if hidden:
+        yield note(
+            f"{len(hidden)} sessions of other roles are in a transaction, and this role may not see for how long",
+            f"grant pg_read_all_stats to {patient.server.role};",
+            pids=hidden,
+        )
+
+
+def _long_transaction(severity: Severity, row: Row) -> Finding:
+    kind, name, owner, application, state, seconds = row
+    details = {"kind": kind, "name": name, "owner": owner, "application": application, "seconds": round(seconds)}
+    held = "dead rows are kept for as long as it lasts"
+    if kind == "prepared":
+        return Finding(
+            severity,
+            f"prepared transaction {name} of {owner} has waited for {age(seconds)} to be committed: {held}",
+            f"commit prepared '{name}'; or: rollback prepared '{name}';",
+            details,
+        )
+    return Finding(
+        severity,
+        f"a transaction of {owner} (pid {name}, {application or 'unnamed'}, {state}) has lasted {age(seconds)}: {held}",
+        f"select pg_terminate_backend({name}); and against the next one: "
+        f"alter role {owner} set idle_in_transaction_session_timeout = '5min';",
+        details,
+    )
+
+
+def check_notify_queue(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    ((usage,),) = patient.ask("notify_queue")
+    yield ok(f"{usage:.1%} full")
+    if severity := severity_of(usage, limits.notify_queue_share):
+        yield Finding(
+            severity,
+            f"the server's queue of notifications is {usage:.2%} full: a session that listens, in any database, is in "
+            f"a long transaction. When it is full, every submit fails",
+            "end the oldest: select pid, datname, application_name, state, xact_start from pg_stat_activity where "
+            "xact_start is not null order by xact_start; then: select pg_terminate_backend(PID);",
+            {"usage": usage},
+        )

@@ -1,0 +1,95 @@
+"""Checks of the work: that somebody does it, and that what the dead have left is taken up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tasklib.doctor.findings import Finding, Severity, critical, ok, warning
+from tasklib.doctor.limits import age, some
+from tasklib.sql import in_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tasklib.doctor.limits import Limits
+    from tasklib.doctor.patient import Patient
+
+
+def check_workers(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    workers, waiting = patient.ask("live_workers"), patient.ask("unserved")
+    yield ok(f"{len(workers)} alive, and every name that waits is served")
+    longest = max((seconds for *_, seconds in waiting), default=0.0)
+    is_late = longest > limits.unserved_seconds
+    shown = some([f"{name} in queue {queue} ({count:,})" for queue, name, count, _ in waiting])
+    details = {
+        "waiting": [
+            {"queue": queue, "name": name, "count": count, "seconds": round(seconds)}
+            for queue, name, count, seconds in waiting
+        ]
+    }
+    if not workers:
+        yield Finding(
+            Severity.CRITICAL if is_late else Severity.NOTE,
+            f"no worker is alive; {f'waiting for up to {age(longest)}: {shown}' if waiting else 'nothing waits'}",
+            "start one: tasklibd run --app your.tasks; if it runs: tasklibd status, and its log",
+            details,
+        )
+    elif waiting:
+        yield Finding(
+            Severity.WARNING if is_late else Severity.NOTE,
+            f"no live worker serves what has waited for up to {age(longest)}: {shown}",
+            "have a worker of that queue import the modules that define them (app of tasklibd), or: tasklib cancel ID",
+            details,
+        )
+
+
+def check_leases(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    yield ok("none is stuck")
+    for worker_id, hostname, pid, seconds in patient.ask("undeclared", limits.stuck_seconds):
+        yield critical(
+            f"the lease of worker {worker_id} (pid {pid} on {hostname}) ran out {age(seconds)} ago, and nobody "
+            f"recovers what it holds",
+            "any live worker or daemon does so within 20 s: start one, or see why the log of one says `database.lost`",
+            worker_id=worker_id,
+            seconds=round(seconds),
+        )
+    for worker_id, count, seconds in patient.ask("unrecovered", limits.stuck_seconds):
+        yield critical(
+            f"{count} tasks of worker {worker_id}, which is dead or has held them for too long, have waited for "
+            f"{age(seconds)} to be recovered",
+            "start a worker or daemon, if none is alive; else see who holds their rows: select pid, application_name, "
+            "pg_blocking_pids(pid) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0;",
+            worker_id=worker_id,
+            tasks=count,
+            seconds=round(seconds),
+        )
+    grace = limits.stuck_seconds + patient.config.timeout_delta_seconds
+    for task_id, name, worker_id, seconds in patient.ask("overdue", grace):
+        yield warning(
+            f"task {task_id} ({name}) goes on {age(seconds)} after its timeout; its worker {worker_id} cannot stop it",
+            "restart the process that this worker is embedded in; tasklibd would have ended it by itself",
+            task_id=str(task_id),
+            worker_id=worker_id,
+            seconds=round(seconds),
+        )
+
+
+def check_unnoted_leases(patient: Patient, _limits: Limits) -> Iterator[Finding]:
+    yield ok("a claim tells of every lease")
+    for worker_id, count, example in patient.ask("unnoted"):
+        yield critical(
+            f"{count} tasks are leased to worker {worker_id}, and no claim tells of it, so that nobody will recover "
+            f"them; one is {example}",
+            in_schema(NOTE_LEASES, patient.config.schema),
+            worker_id=worker_id,
+            tasks=count,
+        )
+
+
+# From then on the reaper looks after them: they run again when their lock has passed.
+NOTE_LEASES = (
+    "insert into tasklib.claims (worker_id, locked_until, task_ids) "
+    "select worker_id, max(locked_until), array_agg(id) from tasklib.tasks as task "
+    "where worker_id is not null and not exists (select from tasklib.claims as claim "
+    "where claim.worker_id = task.worker_id and task.id = any(claim.task_ids)) group by worker_id;"
+)

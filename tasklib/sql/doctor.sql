@@ -1,0 +1,191 @@
+-- What the doctor asks. Nothing here writes, and nothing reads all of the tasks save `unnoted`, which has to be asked
+-- for. Each is sent in a transaction of its own, with a limit on its time and its patience.
+
+
+-- name: server
+select current_setting('server_version'), current_setting('server_version_num')::integer, quote_ident(current_user),
+       quote_ident(current_database()), pg_is_in_recovery(), current_setting('default_transaction_read_only')::boolean,
+       current_setting('server_encoding');
+
+
+-- name: rights_on_schema
+select to_regnamespace($1) is not null, coalesce(has_schema_privilege(to_regnamespace($1), 'usage'), false);
+
+
+-- Of these rights on tables (two arrays), those that the role has not.
+-- name: missing_table_rights
+select needed.relation, needed.privilege
+  from unnest($2::text[], $3::text[]) as needed (relation, privilege)
+  join pg_class as class on class.relname = needed.relation
+  join pg_namespace as namespace on namespace.oid = class.relnamespace
+ where namespace.nspname = $1 and not has_table_privilege(class.oid, needed.privilege)
+ order by 1, 2;
+
+
+-- name: missing_function_rights
+select proc.proname::text, proc.oid::regprocedure::text
+  from pg_proc as proc join pg_namespace as namespace on namespace.oid = proc.pronamespace
+ where namespace.nspname = $1 and proc.proname = any($2::text[]) and not has_function_privilege(proc.oid, 'execute')
+ order by 2;
+
+
+-- name: clock
+select extract(epoch from clock_timestamp())::double precision;
+
+
+-- By how much the newest renewal lies in the future: the clock was set back, or it is another server's.
+-- name: clock_back
+select coalesce(extract(epoch from max(renewed_at) - clock_timestamp()), 0)::double precision from tasklib.workers;
+
+
+-- name: settings
+select name, setting from pg_settings where name = any($1::text[]);
+
+
+-- Who commits without waiting for the disk, beside the server's own setting: a role, a database, or a role in one.
+-- name: asynchronous_roles
+select coalesce(quote_ident(role.rolname), ''), coalesce(quote_ident(database.datname), '')
+  from pg_db_role_setting as given
+  left join pg_roles as role on role.oid = given.setrole
+  left join pg_database as database on database.oid = given.setdatabase
+ where (given.setdatabase = 0 or database.datname = current_database())
+   and exists (select from unnest(given.setconfig) as line
+                where lower(line) in ('synchronous_commit=off', 'synchronous_commit=false', 'synchronous_commit=no',
+                                      'synchronous_commit=0'))
+ order by 1, 2;
+
+
+-- Each table with what autovacuum waits for: its own options where it has them, else the server's. 18 has an upper bound.
+-- name: tables
+select class.relname::text, class.relpersistence = 'u',
+       coalesce((options.given ->> 'autovacuum_enabled')::boolean, true),
+       coalesce(stat.n_live_tup, 0), coalesce(stat.n_dead_tup, 0),
+       least(
+           coalesce((options.given ->> 'autovacuum_vacuum_threshold')::double precision,
+                    current_setting('autovacuum_vacuum_threshold')::double precision)
+           + coalesce((options.given ->> 'autovacuum_vacuum_scale_factor')::double precision,
+                      current_setting('autovacuum_vacuum_scale_factor')::double precision)
+             * greatest(class.reltuples, 0),
+           nullif(coalesce((options.given ->> 'autovacuum_vacuum_max_threshold')::double precision,
+                           current_setting('autovacuum_vacuum_max_threshold', true)::double precision), -1))
+  from pg_class as class
+  join pg_namespace as namespace on namespace.oid = class.relnamespace
+  left join pg_stat_all_tables as stat on stat.relid = class.oid
+  cross join lateral (select coalesce(jsonb_object_agg(option_name, option_value), '{}')
+                        from pg_options_to_table(class.reloptions)) as options (given)
+ where namespace.nspname = $1 and class.relkind = 'r'
+ order by 1;
+
+
+-- What keeps dead rows from being removed: transactions, prepared ones, and slots of standbys that have gone. Of the
+-- sessions of others, a role without pg_read_all_stats sees that they hold a snapshot, and not since when: no age. A
+-- vacuum's own snapshot holds up no other; parallel workers go with their leader.
+-- name: transactions
+select 'session' as kind, pid::text as name, quote_ident(usename) as owner, coalesce(application_name, '') as application,
+       coalesce(state, '') as state,
+       extract(epoch from clock_timestamp() - xact_start)::double precision as seconds
+  from pg_stat_activity
+ where datname = current_database() and pid <> pg_backend_pid() and usesysid is not null
+   and (xact_start is not null or backend_xid is not null or backend_xmin is not null)
+   and coalesce(backend_type, '') <> 'parallel worker'
+   and pid not in (select pid from pg_stat_progress_vacuum)
+union all
+select 'prepared', gid, owner::text, '', 'prepared',
+       extract(epoch from clock_timestamp() - prepared)::double precision
+  from pg_prepared_xacts
+ where database = current_database()
+union all
+select 'slot', slot_name::text, '', coalesce(plugin::text, 'physical'), 'nobody reads from it', null
+  from pg_replication_slots
+ where xmin is not null and not active
+order by seconds desc nulls last;
+
+
+-- name: notify_queue
+select pg_notification_queue_usage();
+
+
+-- What there is, and what is in use: of the server, of this role, and of this database. A limit of -1 is none.
+-- name: connections
+select current_setting('max_connections')::integer,
+       current_setting('superuser_reserved_connections')::integer
+           + coalesce(current_setting('reserved_connections', true), '0')::integer,
+       (select sum(numbackends)::integer from pg_stat_database),
+       role.rolconnlimit, (select count(*)::integer from pg_stat_activity where usesysid = role.oid),
+       database.datconnlimit, (select numbackends from pg_stat_database where datid = database.oid)
+  from pg_roles as role, pg_database as database
+ where role.rolname = current_user and database.datname = current_database();
+
+
+-- name: live_workers
+select worker_id, concurrency from tasklib.workers where died_at is null and lease_until > clock_timestamp();
+
+
+-- Names that wait and that no live worker serves, by queue; of each queue, among the first ten thousand that are ready:
+-- one short scan of the index that claims go by.
+-- name: unserved
+with recursive queues as (
+    (select queue from tasklib.tasks where ready order by queue limit 1)
+    union all
+    select (select queue from tasklib.tasks where ready and queue > queues.queue order by queue limit 1)
+    from queues where queues.queue is not null
+)
+select queues.queue::text, waiting.name::text, count(*),
+       extract(epoch from clock_timestamp() - min(waiting.since))::double precision
+  from queues,
+       lateral (select name, greatest(created_at, scheduled_at, next_retry_at) as since
+                  from tasklib.tasks where ready and tasks.queue = queues.queue
+                 order by priority desc, created_at, id limit 10000) as waiting
+ where not exists (select from tasklib.workers
+                    where died_at is null and lease_until > clock_timestamp() and waiting.name = any(task_names)
+                      and (workers.queues is null or queues.queue = any(workers.queues)))
+ group by 1, 2
+ order by 4 desc;
+
+
+-- Workers whose lease ran out, and that nobody has declared dead. Nobody does while the server is younger than a lease.
+-- name: undeclared
+select worker_id, hostname, pid, extract(epoch from clock_timestamp() - lease_until)::double precision
+  from tasklib.workers
+ where died_at is null and lease_until < clock_timestamp() - $1::double precision * interval '1 second'
+   and pg_postmaster_start_time() < clock_timestamp() - $1::double precision * interval '1 second'
+ order by lease_until;
+
+
+-- Claims of the dead, and claims whose lock has passed, that nobody has recovered.
+-- name: unrecovered
+select claim.worker_id, sum(cardinality(claim.task_ids))::bigint,
+       extract(epoch from clock_timestamp() - min(least(claim.locked_until, worker.died_at)))::double precision
+  from tasklib.claims as claim
+  left join tasklib.workers as worker using (worker_id)
+ where least(claim.locked_until, worker.died_at) < clock_timestamp() - $1::double precision * interval '1 second'
+   and pg_postmaster_start_time() < clock_timestamp() - $1::double precision * interval '1 second'
+ group by 1
+ order by 3 desc;
+
+
+-- Tasks that run for longer than their timeout allows, though they were told to stop ($1 seconds of grace).
+-- `offset 0` keeps the lookup by key where it is, as in `held` of claims.
+-- name: overdue
+select task.id, task.name::text, claim.worker_id,
+       extract(epoch from clock_timestamp() - task.started_at)::double precision - task.timeout_seconds
+  from tasklib.claims as claim
+  cross join unnest(claim.task_ids) as held (task_id)
+  cross join lateral (
+      select id, name, started_at, timeout_seconds from tasklib.tasks
+       where tasks.id = held.task_id and tasks.worker_id = claim.worker_id and tasks.state = 'running'
+      offset 0) as task
+ where task.started_at + (task.timeout_seconds + $1::double precision) * interval '1 second' < clock_timestamp()
+ order by 4 desc;
+
+
+-- Leases that no claim tells of: nobody would ever recover them. No worker leaves such; SQL by hand may, and a restore
+-- of `tasks` without `claims`. Reads the whole table.
+-- name: unnoted
+select worker_id, count(*), (min(id::text))::uuid
+  from tasklib.tasks as task
+ where worker_id is not null
+   and not exists (select from tasklib.claims as claim
+                    where claim.worker_id = task.worker_id and task.id = any(claim.task_ids))
+ group by 1
+ order by 2 desc;

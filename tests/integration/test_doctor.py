@@ -1,0 +1,875 @@
+"""Every finding of `tasklib doctor` is made true on a real PostgreSQL, and gone when its remedy has been applied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+import tasklib
+from tasklib import embedded, migrate
+from tasklib.doctor import CHECKS, DEEP_CHECKS, Finding, Limits, Severity, examine, worst
+from tasklib.doctor.patient import Server
+from tasklib.doctor.server import check_database
+from tests.daemons import PYTHONPATH
+from tests.pooler import PROGRAM, WHY_NOT, pgbouncer
+from tests.proxy import CuttingProxy, Fate, Said
+from tests.raw_sql import literal
+from tests.standby import SLOT, standby
+from tests.waiting import wait_until
+from tests.working import ManualWorker, grown_up_reaper, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tasklib.embedded import EmbeddedPostgres
+    from tests.raw_sql import Conn
+
+pytestmark = pytest.mark.direct("it has servers of its own")
+
+OK, NOTE, WARNING, CRITICAL = Severity
+COMMAND = Path(sys.executable).with_name("tasklib")
+PASSWORD = "S3CR3T-canary-47"
+AT_ONCE = Limits(transaction_seconds=(0.01, 3600), unserved_seconds=-1, stuck_seconds=-1)
+MAX_CONNECTIONS = 40
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedPostgres]:
+    """Its settings, its roles and its queue of notifications are these tests' own."""
+    settings: dict[str, object] = {"max_connections": MAX_CONNECTIONS, "max_prepared_transactions": 5}
+    with embedded.postgres(settings=settings) as made:
+        migrate.migrate(tasklib.Config(made.dsn_for("template1")))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_url(server: EmbeddedPostgres) -> str:
+    return make_database(server, "shared")
+
+
+@pytest.fixture
+def fresh() -> None:
+    """Asked for by who changes the schema."""
+
+
+@pytest.fixture
+def url(server: EmbeddedPostgres, shared_url: str, request: pytest.FixtureRequest) -> str:
+    """Of a migrated database without a row; of one that nobody else uses, if the test is to be `fresh`."""
+    if "fresh" in request.fixturenames:
+        return make_database(server, f"fresh_{time.monotonic_ns()}")
+    with psycopg.connect(shared_url, autocommit=True) as conn:
+        for table in ("tasks", "claims", "workers"):
+            conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
+    return shared_url
+
+
+def make_database(server: EmbeddedPostgres, name: str) -> str:
+    """A copy of template1, which has been migrated."""
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+    return server.dsn_for(name)
+
+
+@pytest.fixture
+def config(url: str) -> tasklib.Config:
+    return tasklib.Config(url)
+
+
+@pytest.fixture
+def conn(url: str) -> Iterator[Conn]:
+    with psycopg.connect(url, autocommit=True) as made:
+        yield made
+
+
+@pytest.fixture
+def role(conn: Conn) -> Iterator[str]:
+    """One that may do nothing; quoted, because it has to be."""
+    conn.execute('drop role if exists "the App"')
+    conn.execute('create role "the App" login')
+    yield '"the App"'
+    conn.execute('drop owned by "the App"')
+    conn.execute('drop role "the App"')
+
+
+def look(config: tasklib.Config, check: str, **options: Any) -> list[Finding]:
+    """What one check finds."""
+    known = CHECKS | DEEP_CHECKS
+    assert check in known
+    skip = [name for name in known if name != check]
+    return examine(config, skip=skip, deep=check in DEEP_CHECKS, **options)
+
+
+def one(config: tasklib.Config, check: str, severity: Severity, **options: Any) -> Finding:
+    found = look(config, check, **options)
+    assert [each.severity for each in found] == [severity], found
+    assert found[0].check == check
+    assert severity == OK or found[0].remedy
+    return found[0]
+
+
+def apply(conn: Conn, remedy: str) -> None:
+    """What of it is SQL. Each by itself: some of it must not be in a transaction."""
+    statements = re.findall(r"((?:alter|grant|select|insert|rollback|delete|drop) [^;]+;)", remedy)
+    assert statements, remedy
+    for statement in statements:
+        conn.execute(literal(statement))
+
+
+@contextlib.contextmanager
+def server_setting(conn: Conn, name: str, value: str) -> Iterator[None]:
+    """For the whole server, and seen by a new session."""
+    conn.execute(literal(f"alter system set {name} = {value}"))
+    try:
+        _reload(conn, name, value)
+        yield
+    finally:
+        conn.execute(literal(f"alter system reset {name}"))
+        conn.execute("select pg_reload_conf()")
+
+
+def _reload(conn: Conn, name: str, value: str) -> None:
+    conn.execute("select pg_reload_conf()")
+    wait_until(lambda: conn.execute(literal(f"show {name}")).fetchone() == (value,), f"{name} = {value}")
+
+
+# --- a good day ---
+
+
+def test_all_is_well(config: tasklib.Config, conn: Conn) -> None:
+    """With a worker that serves what waits: every check says so, and the exit code is 0."""
+    tasklib.task(name="job")(lambda: None)
+    with running(config):
+        conn.execute("select tasklib.submit('job')")
+        found = examine(config, deep=True)
+    assert {each.check: each.severity for each in found} == dict.fromkeys([*CHECKS, *DEEP_CHECKS], OK), found
+
+
+@pytest.mark.usefixtures("fresh")
+def test_another_schema_is_as_well(url: str) -> None:
+    """Its name is put in wherever ours stands, also where the schema is compared with how it was made."""
+    config = tasklib.Config(url, schema="order")
+    migrate.migrate(config)
+    found = examine(config, deep=True)
+    assert [each for each in found if each.severity != OK and each.check != "workers"] == []
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute('drop index "order".tasks_claim')
+    assert "tasks_claim" in one(config, "schema", CRITICAL).summary
+
+
+def test_it_changes_nothing(config: tasklib.Config, conn: Conn) -> None:
+    """No row is written, no session is left."""
+    count = "select sum(n_tup_ins + n_tup_upd + n_tup_del) from pg_stat_xact_user_tables"
+    before = conn.execute(count).fetchone()
+    examine(config, deep=True)
+    assert conn.execute(count).fetchone() == before
+    left = "select from pg_stat_activity where application_name like 'tasklib%' and datname = current_database()"
+    wait_until(lambda: conn.execute(left).fetchone() is None, "its session to end")
+
+
+# --- database ---
+
+
+def test_a_database_that_is_down() -> None:
+    """The finding says what libpq said; nothing else is looked at."""
+    found = examine(tasklib.Config(f"postgresql://app:{PASSWORD}@127.0.0.1:1/shop"))
+    assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
+    assert "refused" in found[0].summary
+    assert PASSWORD not in str(found)
+
+
+def test_a_database_that_does_not_answer() -> None:
+    """Connected, and not a word: it is given up when the time is up."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        found = examine(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=0.5)
+    assert time.monotonic() - began < 3
+    assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
+    assert "within 0.5 s" in found[0].summary
+
+
+def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
+    """What was found before is told all the same."""
+    stuck = threading.Event()
+
+    def decide(said: Said) -> Fate:
+        if "pg_settings" in said.sql:
+            stuck.wait(10)
+        return "pass"
+
+    with CuttingProxy(url, open_directory, decide) as to:
+        found = examine(tasklib.Config(to.url), seconds=1)
+        stuck.set()
+    assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
+    assert "durability" in found[-1].summary
+    assert {each.check for each in found} >= {"schema", "clock"}
+
+
+def test_a_connection_that_is_lost(url: str, open_directory: Path) -> None:
+    """In the middle: critical, and no traceback."""
+    with CuttingProxy(url, open_directory, lambda said: "before" if "pg_stat_progress" in said.sql else "pass") as to:
+        found = examine(tasklib.Config(to.url))
+    assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
+
+
+def test_a_standby() -> None:
+    """Nothing can be claimed there. Its slot, when it has gone, keeps dead rows for it."""
+    with (
+        embedded.postgres() as primary,
+        standby(primary, settings={"hot_standby_feedback": "on", "wal_receiver_status_interval": 1}) as other,
+        psycopg.connect(primary.dsn, autocommit=True) as conn,
+    ):
+        config = tasklib.Config(primary.dsn)
+        assert "standby" in one(tasklib.Config(other.dsn_for("postgres")), "database", CRITICAL).summary
+        both = f"host={conn.info.host},{other.directory} port={other.port} dbname=postgres user=postgres"
+        one(tasklib.Config(f"{both} target_session_attrs=read-write"), "database", OK)
+        kept = "select from pg_replication_slots where xmin is not null"
+        wait_until(lambda: conn.execute(kept).fetchone() is not None, "the standby's feedback")
+        one(config, "transactions", OK)
+        other.stop()
+        wait_until(lambda: conn.execute(f"{kept} and not active").fetchone() is not None, "the standby to be gone")
+        slot = one(config, "transactions", WARNING)
+        assert SLOT in slot.summary
+        apply(conn, slot.remedy)
+        one(config, "transactions", OK)
+
+
+def test_a_read_only_database(config: tasklib.Config, conn: Conn) -> None:
+    """Set for the database by somebody who forgot it."""
+    conn.execute(literal(f"alter database {conn.info.dbname} set default_transaction_read_only = on"))
+    found = one(config, "database", CRITICAL)
+    apply(conn, found.remedy)
+    one(config, "database", OK)
+
+
+def test_another_encoding(server: EmbeddedPostgres, conn: Conn) -> None:
+    """Works, and refuses some text."""
+    conn.execute("create database old_encoding template template0 encoding 'LATIN1'")
+    config = tasklib.Config(server.dsn_for("old_encoding"))
+    try:
+        assert "LATIN1" in one(config, "database", NOTE).summary
+    finally:
+        conn.execute("drop database old_encoding")
+
+
+def test_an_old_server() -> None:
+    """There is none that old to be tried: what the server would say is given."""
+    said = Server("14.19", 140019, "app", "shop", is_standby=False, is_read_only=False, encoding="UTF8")
+    patient: Any = SimpleNamespace(server=said)
+    assert [each.severity for each in check_database(patient, Limits())] == [OK, CRITICAL]
+
+
+# --- schema ---
+
+
+def test_a_missing_schema(server: EmbeddedPostgres, conn: Conn) -> None:
+    """Of what needs it, none is a traceback."""
+    conn.execute("create database without_schema template template0")
+    try:
+        found = examine(tasklib.Config(server.dsn_for("without_schema")), deep=True)
+        by_check = {each.check: each for each in found}
+        assert by_check["schema"].severity == CRITICAL
+        assert by_check["schema"].remedy == "tasklib migrate"
+        assert by_check["leases"].severity == NOTE
+        assert worst(each for each in found if each.check != "schema") == NOTE
+        migrate.migrate(tasklib.Config(server.dsn_for("without_schema")))
+        one(tasklib.Config(server.dsn_for("without_schema")), "schema", OK)
+    finally:
+        conn.execute("drop database without_schema with (force)")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_older_schema(config: tasklib.Config, conn: Conn) -> None:
+    """The library would refuse it."""
+    conn.execute("update tasklib.schema_migrations set revision = revision - 1 where version = 0")
+    assert one(config, "schema", CRITICAL).remedy == "tasklib migrate"
+    migrate.migrate(config)
+    one(config, "schema", OK)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_upgrade_that_is_not_finished(config: tasklib.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes away can wait, and must not be forgotten."""
+    known = [*migrate.known_migrations(), migrate.Migration(99, "tidy", "post", "select 1")]
+    monkeypatch.setattr(migrate, "known_migrations", lambda: known)
+    assert "0099_tidy" in one(config, "schema", NOTE).summary
+    migrate.migrate(config)
+    one(config, "schema", OK)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("phase", "severity"), [("post", CRITICAL), ("pre", OK)])
+def test_a_newer_schema(config: tasklib.Config, conn: Conn, phase: str, severity: Severity) -> None:
+    """One that took something away cannot be worked with; one that only adds can."""
+    insert = "insert into tasklib.schema_migrations (version, name, phase, checksum) values (9999, 'next', %s, '')"
+    conn.execute(insert, [phase])
+    assert "9999" in one(config, "schema", severity).summary
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_schema_of_a_development_version(config: tasklib.Config, conn: Conn) -> None:
+    """A migration that was applied with other contents."""
+    conn.execute("update tasklib.schema_migrations set checksum = 'x' where version = 1")
+    assert "0001_tasks" in one(config, "schema", CRITICAL).summary
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("drop index tasklib.tasks_claim", "tasks_claim"),
+        ("drop trigger tell_done on tasklib.tasks", "tell_done"),
+        ("alter table tasklib.tasks drop constraint tasks_state_whole", "tasks_state_whole"),
+        ("create or replace function tasklib.ring(queue text) returns void language sql as 'select'", "function ring"),
+    ],
+)
+def test_a_schema_that_was_changed_by_hand(config: tasklib.Config, conn: Conn, change: str, named: str) -> None:
+    """A part that is missing is named: without that index every claim reads all that is ready."""
+    conn.execute(literal(change))
+    assert named in one(config, "schema", CRITICAL).summary
+
+
+@pytest.mark.usefixtures("fresh")
+def test_functions_and_triggers_are_put_back(config: tasklib.Config, conn: Conn) -> None:
+    """By the remedy: a migration that believes that they are missing."""
+    conn.execute("drop trigger tell_done on tasklib.tasks")
+    conn.execute("create or replace function tasklib.ring(queue text) returns void language sql as 'select'")
+    apply(conn, one(config, "schema", CRITICAL).remedy)
+    migrate.migrate(config)
+    one(config, "schema", OK)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_schema_with_additions(config: tasklib.Config, conn: Conn) -> None:
+    """Somebody's own index is theirs; who may execute a function is no part of it."""
+    conn.execute("revoke execute on all functions in schema tasklib from public")
+    one(config, "schema", OK)
+    conn.execute("create index mine on tasklib.tasks (name)")
+    assert "mine" in one(config, "schema", NOTE).summary
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_wording_of_the_session_does_not_matter(config: tasklib.Config, conn: Conn) -> None:
+    """PostgreSQL shows times in constraints by the session's time zone, and types by its search path."""
+    name = conn.info.dbname
+    for setting in ("timezone = 'Asia/Tokyo'", "search_path = tasklib", "datestyle = 'German'"):
+        conn.execute(literal(f"alter database {name} set {setting}"))
+    one(config, "schema", OK)
+
+
+# --- grants ---
+
+
+def as_role(config: tasklib.Config, role: str) -> tasklib.Config:
+    return replace(config, database_url=make_conninfo(config.database_url, user=role.strip('"')))
+
+
+def test_a_role_that_may_not_use_the_schema(config: tasklib.Config, conn: Conn, role: str) -> None:
+    """The first thing that is missing; its remedy leads to the next."""
+    found = examine(as_role(config, role))
+    by_check = {each.check: each for each in found}
+    assert by_check["grants"].severity == CRITICAL
+    assert by_check["schema"].severity == by_check["leases"].severity == NOTE
+    apply(conn, by_check["grants"].remedy)
+    missing = one(as_role(config, role), "grants", CRITICAL)
+    assert "select on tasks" in missing.details["missing"]
+    assert "execute on submit" in missing.details["missing"]
+    apply(conn, missing.remedy)
+    one(as_role(config, role), "grants", OK)
+
+
+@pytest.mark.parametrize(
+    ("revoked", "missing"),
+    [
+        ("delete on tasklib.tasks", "delete on tasks"),
+        ("update on tasklib.workers", "update on workers"),
+        ("execute on function tasklib.submit_many", "execute on submit_many"),
+    ],
+)
+def test_a_right_that_is_missing(config: tasklib.Config, conn: Conn, role: str, revoked: str, missing: str) -> None:
+    """Named, with the statement that grants it."""
+    for what in ("usage on schema", "select, insert, update, delete on all tables in schema"):
+        conn.execute(literal(f"grant {what} tasklib to {role}"))
+    conn.execute(literal(f"grant execute on all functions in schema tasklib to {role}"))
+    conn.execute(literal(f"revoke {revoked} from {role}"))
+    found = one(as_role(config, role), "grants", CRITICAL)
+    assert found.details == {"missing": [missing]}
+    apply(conn, found.remedy)
+    one(as_role(config, role), "grants", OK)
+
+
+def test_a_role_that_only_submits(config: tasklib.Config, conn: Conn, role: str) -> None:
+    """Nothing is wrong with it."""
+    conn.execute(literal(f"grant usage on schema tasklib to {role}"))
+    conn.execute(literal(f"grant execute on all functions in schema tasklib to {role}"))
+    found = examine(as_role(config, role))
+    assert worst(found) == NOTE
+    assert next(each for each in found if each.check == "grants").severity == NOTE
+
+
+# --- clock ---
+
+
+@pytest.mark.parametrize(
+    ("ahead", "severity", "side"),
+    [(0.5, OK, ""), (5, WARNING, "ahead of"), (-5, WARNING, "behind"), (90, CRITICAL, "")],
+)
+def test_a_clock_that_is_wrong(config: tasklib.Config, ahead: float, severity: Severity, side: str) -> None:
+    """The host's own cannot be set here: one is given that is wrong by so much."""
+    found = one(config, "clock", severity, wall_clock=lambda: time.time() + ahead)
+    assert side in found.summary
+    if severity != OK:
+        assert found.details["skew_seconds"] == pytest.approx(-ahead, abs=0.2)
+
+
+@pytest.mark.parametrize(("seconds", "severity"), [(0, OK), (10, WARNING), (100, CRITICAL)])
+def test_a_database_whose_clock_was_set_back(
+    config: tasklib.Config, conn: Conn, seconds: int, severity: Severity
+) -> None:
+    """A lease that was renewed in the future tells of it."""
+    insert_worker(conn, "w", renewed=f"+ interval '{seconds} seconds'")
+    one(config, "clock", severity)
+
+
+# --- durability ---
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [("fsync", "off", CRITICAL), ("full_page_writes", "off", WARNING), ("synchronous_commit", "off", WARNING)],
+)
+def test_a_server_that_may_lose_what_it_confirmed(
+    config: tasklib.Config, conn: Conn, name: str, value: str, severity: Severity
+) -> None:
+    """Each setting for itself, until it is set right."""
+    with server_setting(conn, name, value):
+        found = one(config, "durability", severity)
+        assert name in found.summary
+        apply(conn, found.remedy)
+        _reload(conn, name, "on")
+        one(config, "durability", OK)
+
+
+@pytest.mark.parametrize(
+    "whom", ["role {role}", "database {database}", "role {role} in database {database}", "role all"]
+)
+def test_a_role_that_does_not_wait_for_the_disk(config: tasklib.Config, conn: Conn, role: str, whom: str) -> None:
+    """Also if it is not the one that asks: it may be the one that submits."""
+    conn.execute(literal(f"alter {whom.format(role=role, database=conn.info.dbname)} set synchronous_commit = off"))
+    found = one(config, "durability", WARNING)
+    apply(conn, found.remedy)
+    one(config, "durability", OK)
+
+
+def test_a_table_that_a_crash_would_empty(config: tasklib.Config, conn: Conn) -> None:
+    """Somebody wanted it faster."""
+    conn.execute("alter table tasklib.attempts set unlogged")
+    found = one(config, "durability", CRITICAL)
+    assert found.details == {"tables": ["attempts"]}
+    apply(conn, found.remedy)
+    one(config, "durability", OK)
+
+
+# --- autovacuum, transactions, notifications ---
+
+
+@pytest.mark.parametrize("name", ["autovacuum", "track_counts"])
+def test_a_server_that_does_not_vacuum(config: tasklib.Config, conn: Conn, name: str) -> None:
+    """Without counts it would not know what to."""
+    with server_setting(conn, name, "off"):
+        found = one(config, "autovacuum", CRITICAL)
+        assert name in found.summary
+        apply(conn, found.remedy)
+        _reload(conn, name, "on")
+        one(config, "autovacuum", OK)
+
+
+def test_a_table_that_is_not_vacuumed(config: tasklib.Config, conn: Conn) -> None:
+    """For one table alone."""
+    conn.execute("alter table tasklib.tasks set (autovacuum_enabled = off)")
+    found = one(config, "autovacuum", CRITICAL)
+    apply(conn, found.remedy)
+    one(config, "autovacuum", OK)
+
+
+def test_dead_rows_that_stay(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """More than twice what autovacuum waits for, because a snapshot holds it back; gone after a vacuum."""
+    conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 300)")
+    conn.execute("vacuum analyze tasklib.tasks")
+    with psycopg.connect(url) as holder:
+        holder.execute("set transaction isolation level repeatable read")
+        holder.execute("select 1 from pg_class")
+        for _ in range(3):
+            conn.execute("update tasklib.tasks set priority = priority + 1")
+        conn.execute("select pg_stat_force_next_flush()")
+        conn.execute("select 1")
+        found = one(config, "autovacuum", WARNING, limits=Limits(dead_rows=500))
+        assert (found.details["table"], found.details["dead"], found.details["threshold"]) == ("tasks", 900, 110)
+    one(config, "autovacuum", OK)  # of a hundred thousand it would tell by itself
+    conn.execute("vacuum tasklib.tasks")
+    one(config, "autovacuum", OK, limits=Limits(dead_rows=500))
+
+
+def test_a_long_transaction(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """Whose it is, for how long, and how to end it. A vacuum's own, and those of other databases, are none."""
+    one(config, "transactions", OK, limits=AT_ONCE)
+    with psycopg.connect(make_conninfo(url, application_name="report")) as holder:
+        holder.execute("select tasklib.submit('a')")
+        found = one(config, "transactions", WARNING, limits=AT_ONCE)
+        assert "report" in found.summary
+        assert "idle in transaction" in found.summary
+        assert found.details["name"] == str(holder.info.backend_pid)
+        longer = replace(AT_ONCE, transaction_seconds=(0.001, 0.002))
+        one(config, "transactions", CRITICAL, limits=longer)
+        apply(conn, found.remedy.split(" and ")[0])
+        with contextlib.suppress(psycopg.OperationalError):
+            holder.rollback()
+    one(config, "transactions", OK, limits=AT_ONCE)
+
+
+def test_a_prepared_transaction(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """It outlives its session, and every restart."""
+    with psycopg.connect(url, autocommit=True) as other:
+        other.execute("begin")
+        other.execute("create table of_mine ()")
+        other.execute("prepare transaction 'forgotten'")
+    found = one(config, "transactions", WARNING, limits=AT_ONCE)
+    apply(conn, found.remedy.split("or: ")[1])
+    one(config, "transactions", OK, limits=AT_ONCE)
+
+
+def test_transactions_that_are_hidden(config: tasklib.Config, conn: Conn, url: str, role: str) -> None:
+    """A role without the right to see them is told which right that is."""
+    with psycopg.connect(url) as holder:
+        holder.execute("select tasklib.submit('a')")
+        found = one(as_role(config, role), "transactions", NOTE, limits=AT_ONCE)
+        assert found.details == {"pids": [holder.info.backend_pid]}
+        apply(conn, found.remedy)
+        one(as_role(config, role), "transactions", WARNING, limits=AT_ONCE)
+
+
+def test_a_queue_of_notifications_that_fills(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """Somebody listens and never ends its transaction. The queue holds 8 GB: the limit is set to what is in it."""
+    with psycopg.connect(url, autocommit=True) as holder:
+        holder.execute("listen task_new")
+        holder.execute("begin")
+        holder.execute("select 1")
+        for n in range(50):
+            conn.execute("select pg_notify('task_new', repeat('x', 7990) || %s)", [n])
+        ((usage,),) = conn.execute("select pg_notification_queue_usage()").fetchall()
+        assert usage > 0
+        one(config, "notify_queue", OK)
+        one(config, "notify_queue", WARNING, limits=Limits(notify_queue_share=(usage / 2, 0.5)))
+        found = one(config, "notify_queue", CRITICAL, limits=Limits(notify_queue_share=(usage / 3, usage / 2)))
+        assert "submit" in found.summary
+        assert "pg_terminate_backend" in found.remedy
+
+
+# --- pooler and connections ---
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+def test_a_pooler_in_the_way(server: EmbeddedPostgres, url: str) -> None:
+    """A worker behind it hears nothing, unless it has a direct address for that, of the same database, that answers."""
+    with pgbouncer(server.dsn) as pooler:
+        behind = tasklib.Config(pooler.pooled(url))
+        assert "TASKLIB_LISTEN_DATABASE_URL" in one(behind, "pooler", WARNING).remedy
+        assert "direct address" in one(replace(behind, listen_database_url=url), "pooler", OK).summary
+        dead = replace(behind, listen_database_url="postgresql://127.0.0.1:1/x")
+        assert "refused" in one(dead, "pooler", WARNING).summary
+        assert worst(examine(replace(behind, listen_database_url=url))) == NOTE  # nobody works
+
+
+def test_an_address_for_listening_that_hears_nothing(
+    server: EmbeddedPostgres, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads to another database."""
+    monkeypatch.setattr("tasklib.doctor.reach.HEAR_SECONDS", 0.3)
+    elsewhere = replace(config, listen_database_url=server.dsn)
+    assert "another database" in one(elsewhere, "pooler", WARNING).summary
+    one(config, "pooler", OK)
+
+
+def test_a_server_that_is_nearly_full(config: tasklib.Config, url: str, conn: Conn) -> None:
+    """Of what is not reserved for superusers."""
+    ((used, usable),) = conn.execute(
+        """select (select sum(numbackends)::int from pg_stat_database), current_setting('max_connections')::int
+                  - current_setting('superuser_reserved_connections')::int
+                  - coalesce(current_setting('reserved_connections', true), '0')::int"""
+    ).fetchall()
+    with contextlib.ExitStack() as stack:
+
+        def open_until(share: float) -> None:
+            while stack_size[0] + used + 1 <= share * usable:
+                stack.enter_context(psycopg.connect(url))
+                stack_size[0] += 1
+
+        stack_size = [0]
+        one(config, "connections", OK)
+        open_until(0.85)
+        found = one(config, "connections", WARNING)
+        assert found.details["limit"] == usable
+        open_until(1.0)
+        one(config, "connections", CRITICAL)
+
+
+@pytest.mark.parametrize("whose", ["role", "database"])
+def test_a_limit_of_its_own(config: tasklib.Config, conn: Conn, role: str, whose: str) -> None:
+    """A role, or a database, may have fewer connections than the server."""
+    name, limit = (role, 3) if whose == "role" else (conn.info.dbname, 4)
+    conn.execute(literal(f"alter {whose} {name} connection limit {limit}"))
+    mine = as_role(config, role)
+    with psycopg.connect(mine.database_url), psycopg.connect(mine.database_url):
+        found = one(mine, "connections", CRITICAL)
+        assert found.details == {"limit": limit, "used": limit}
+        apply(conn, found.remedy)
+        one(mine, "connections", OK)
+
+
+def test_workers_that_may_open_too_many(config: tasklib.Config, conn: Conn) -> None:
+    """Ten workers with four slots each: told before it is an error in the middle of the work."""
+    for number in range(4):
+        insert_worker(conn, f"w{number}", concurrency=4)
+    one(config, "connections", OK)
+    insert_worker(conn, "w5", concurrency=4)
+    found = one(config, "connections", WARNING)
+    assert found.details == {"workers": 5, "may_open": 45, "limit": MAX_CONNECTIONS - 3}
+
+
+# --- workers and leases ---
+
+
+def insert_worker(
+    conn: Conn, worker_id: str, lease: str = "+ interval '1 minute'", renewed: str = "", concurrency: int = 1,
+    names: str = "{}", queues: str | None = None, died: str = "null",
+) -> None:  # fmt: skip
+    conn.execute(
+        literal(f"""insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names,
+                        concurrency, renewed_at, lease_until, died_at)
+                    values (%s, 'w', 'host', 1, 'p', %s, %s, %s, clock_timestamp() {renewed}, clock_timestamp() {lease},
+                            {died})"""),
+        [worker_id, queues, names, concurrency],
+    )
+
+
+def test_nobody_works(config: tasklib.Config, conn: Conn) -> None:
+    """A note while nothing waits, or not for long; critical when something has."""
+    assert "nothing waits" in one(config, "workers", NOTE).summary
+    insert_worker(conn, "dead", lease="- interval '1 second'", names="{a}")
+    conn.execute("select tasklib.submit('a', queue => 'mail')")
+    one(config, "workers", NOTE)
+    found = one(config, "workers", CRITICAL, limits=AT_ONCE)
+    assert found.details["waiting"][0] | {"seconds": 0} == {"queue": "mail", "name": "a", "count": 1, "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("names", "queues", "severity"), [("{b}", None, WARNING), ("{a}", "{other}", WARNING), ("{a}", "{mail}", OK)]
+)
+def test_a_name_that_nobody_serves(
+    config: tasklib.Config, conn: Conn, names: str, queues: str | None, severity: Severity
+) -> None:
+    """A live worker must know the function and serve the queue, or tasks wait in vain. What is delayed does not."""
+    insert_worker(conn, "w", names=names, queues=queues)
+    conn.execute("select tasklib.submit('a', queue => 'mail'), tasklib.submit('later', delay_seconds => 60)")
+    found = one(config, "workers", severity, limits=AT_ONCE)
+    assert severity == OK or "a in queue mail (1)" in found.summary
+
+
+def test_a_name_behind_many_others(config: tasklib.Config, conn: Conn) -> None:
+    """Found among thousands of a queue that are served."""
+    insert_worker(conn, "w", names="{a}")
+    conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 3000)")
+    conn.execute("select tasklib.submit('b')")
+    assert "b in queue default (1)" in one(config, "workers", WARNING, limits=AT_ONCE).summary
+
+
+def test_a_lease_that_ran_out_and_nobody_noticed(config: tasklib.Config, conn: Conn) -> None:
+    """No worker and no keeper is left to declare it dead."""
+    insert_worker(conn, "w", lease="- interval '1 second'")
+    found = one(config, "leases", CRITICAL, limits=AT_ONCE)
+    assert "w (pid 1 on host)" in found.summary
+    one(config, "leases", OK)  # within the time in which others notice
+
+
+def test_tasks_of_the_dead_that_nobody_recovers(config: tasklib.Config, conn: Conn) -> None:
+    """Until a reaper has been there."""
+    short = replace(config, lease_seconds=0.3)
+    conn.execute("select tasklib.submit('a'), tasklib.submit('a')")
+    with contextlib.closing(ManualWorker(short, "dead")) as worker:
+        assert len(worker.claim("a")) == 2
+        conn.execute("update tasklib.workers set died_at = clock_timestamp() - interval '1 second'")
+    found = one(config, "leases", CRITICAL, limits=AT_ONCE)
+    assert found.details["tasks"] == 2
+    reap(short)
+    one(config, "leases", OK, limits=AT_ONCE)
+
+
+def test_a_lock_that_passed(config: tasklib.Config, conn: Conn) -> None:
+    """Of a worker whose row is gone: a restore without it, or somebody's delete."""
+    conn.execute("select tasklib.submit('a')")
+    with contextlib.closing(ManualWorker(config, "gone")) as worker:
+        worker.claim("a")
+    conn.execute("delete from tasklib.workers")
+    one(config, "leases", OK, limits=AT_ONCE)
+    conn.execute("update tasklib.tasks set locked_until = clock_timestamp()")
+    conn.execute("update tasklib.claims set locked_until = clock_timestamp()")
+    one(config, "leases", CRITICAL, limits=AT_ONCE)
+    reap(replace(config, lease_seconds=0.3))
+    one(config, "leases", OK, limits=AT_ONCE)
+
+
+def test_a_task_that_cannot_be_stopped(config: tasklib.Config, conn: Conn) -> None:
+    """Its worker lives and renews; its thread is deaf."""
+    conn.execute("select tasklib.submit('a', timeout_seconds => 5)")
+    with contextlib.closing(ManualWorker(config, "deaf")) as worker:
+        worker.start(*worker.claim("a"))
+        one(config, "leases", OK, limits=AT_ONCE)
+        conn.execute("update tasklib.tasks set started_at = started_at - interval '20 seconds'")
+        found = one(config, "leases", WARNING, limits=AT_ONCE)
+    assert found.details["seconds"] == 15
+
+
+def test_a_lease_that_no_claim_tells_of(config: tasklib.Config, conn: Conn) -> None:
+    """Nobody would ever look after it. The remedy notes it, and when its lock has passed the task is runnable."""
+    conn.execute("select tasklib.submit('a')")
+    with contextlib.closing(ManualWorker(config, "gone")) as worker:
+        worker.claim("a")
+    conn.execute("delete from tasklib.workers")
+    one(config, "unnoted_leases", OK)
+    conn.execute("delete from tasklib.claims")
+    found = one(config, "unnoted_leases", CRITICAL)
+    apply(conn, found.remedy)
+    one(config, "unnoted_leases", OK)
+    conn.execute("update tasklib.tasks set locked_until = clock_timestamp()")
+    conn.execute("update tasklib.claims set locked_until = clock_timestamp()")
+    reap(replace(config, lease_seconds=0.3))
+    assert conn.execute("select state, ready from tasklib.tasks").fetchone() == ("pending", True)
+
+
+def reap(config: tasklib.Config) -> None:
+    with contextlib.closing(ManualWorker(config, "reaper", lives=False)) as worker:
+        grown_up_reaper(config, worker.session).run_once()
+
+
+# --- questions that are not answered ---
+
+
+def test_a_locked_table(config: tasklib.Config, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not queue up behind the lock for long: others would queue behind it."""
+    monkeypatch.setattr("tasklib.doctor.patient.LOCK_SECONDS", 0.1)
+    with psycopg.connect(url) as holder:
+        holder.execute("lock table tasklib.tasks")
+        assert "lock" in one(config, "workers", WARNING).summary
+
+
+def test_an_answer_that_takes_too_long(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """The server's own limit ends it, here by hand; what comes after is looked at."""
+    found: list[Finding] = []
+    with psycopg.connect(url) as holder:
+        holder.execute("lock table tasklib.workers")
+        skip = [name for name in CHECKS if name not in {"workers", "database"}]
+        thread = threading.Thread(target=lambda: found.extend(examine(config, skip=skip, deep=True)))
+        thread.start()
+        waiting = """select pg_cancel_backend(pid) from pg_stat_activity
+                      where application_name = 'tasklib:doctor' and wait_event_type = 'Lock'"""
+        wait_until(lambda: conn.execute(waiting).fetchone() is not None, "the doctor to wait")
+        thread.join()
+    assert [(each.check, each.severity) for each in found] == [
+        ("database", OK),
+        ("workers", WARNING),
+        ("unnoted_leases", OK),
+    ]
+    assert "no answer within" in found[1].summary
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def run(url: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {"DATABASE_URL": url, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH}
+        command = [str(COMMAND), "doctor", *words]
+        ended = subprocess.run(
+            command, env=variables | environment, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert "Traceback" not in ended.stderr
+        assert PASSWORD not in ended.stdout + ended.stderr
+        return ended
+
+    return run
+
+
+def test_exit_codes_and_the_first_line(run: Callable[..., subprocess.CompletedProcess[str]], conn: Conn) -> None:
+    """0 well, 1 warning, 2 critical, 3 nothing to look at: as Nagios reads them, with the worst in the first line."""
+    well = run()
+    assert (well.returncode, well.stderr) == (0, "")
+    assert re.match(r"OK \(1 note, \d+ ok\)\nnote     workers        no worker is alive", well.stdout)
+    conn.execute("alter role all set synchronous_commit = off")
+    try:
+        warned, skipped = run(), run("--skip", "durability")
+    finally:
+        conn.execute("alter role all reset synchronous_commit")
+    assert (warned.returncode, skipped.returncode) == (1, 0)
+    assert re.match(r"WARNING: durability: .* \(1 warning, 1 note, \d+ ok\)\nwarning ", warned.stdout)
+    assert "-> alter role all reset synchronous_commit;\n" in warned.stdout
+    dead = run(DATABASE_URL=f"postgresql://app:{PASSWORD}@127.0.0.1:1/x")
+    assert dead.returncode == 2
+    assert dead.stdout.startswith("CRITICAL: database: PostgreSQL cannot be reached")
+    nowhere = run(DATABASE_URL="")
+    assert nowhere.returncode == 3
+    assert nowhere.stderr.startswith("UNKNOWN: no database is configured")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_json_for_monitoring(run: Callable[..., subprocess.CompletedProcess[str]], conn: Conn) -> None:
+    """Every check that was made, with its remedy and figures."""
+    conn.execute("drop index tasklib.tasks_claim")
+    ended = run("--json", "--deep")
+    told = json.loads(ended.stdout)
+    assert (ended.returncode, told["exit_code"], told["severity"]) == (2, 2, "critical")
+    assert [each["check"] for each in told["findings"]] == [*CHECKS, *DEEP_CHECKS]
+    schema = next(each for each in told["findings"] if each["check"] == "schema")
+    assert set(schema) == {"check", "severity", "summary", "remedy", "details"}
+    assert schema["details"]["missing"][0].startswith("table tasks index CREATE INDEX tasks_claim")
+    assert "there are: database, grants" in run("--skip", "nonsense").stderr
+
+
+@pytest.mark.usefixtures("fresh")
+def test_names_in_the_database_cannot_write_to_a_terminal(
+    run: Callable[..., subprocess.CompletedProcess[str]], conn: Conn
+) -> None:
+    """Who may name a table, a role or a worker could otherwise."""
+    conn.execute('create index "mine\x1b[2Jw" on tasklib.tasks (name)')
+    said = run().stdout
+    assert "\x1b" not in said
+    assert r"\x1b[2Jw" in said
+
+
+def test_progress_on_a_terminal(url: str) -> None:
+    """On the terminal, while it looks; what is printed is the same."""
+    environment = {"DATABASE_URL": url, "PATH": os.environ["PATH"], "PYTHONPATH": PYTHONPATH, "TERM": "xterm"}
+    terminal = subprocess.run(
+        ["script", "-qec", f"{COMMAND} doctor", "/dev/null"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "looking at" in terminal.stdout
+    assert "as tasklib made it" in terminal.stdout
