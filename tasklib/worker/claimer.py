@@ -218,7 +218,7 @@ class Claimer:
     def _pause(self, *, is_short: bool) -> float:
         if not is_short:
             return self._until_room()
-        if self._doorbell.is_armed and not self._may_arm():
+        if not self._may_arm():
             self._disarm()
         if self._doorbell.is_armed and self._busy_left() <= 0:
             self._disarm()

@@ -91,6 +91,7 @@ class Listener:
         self.is_heard = False
         listen(conn, [self._check_channel])
         self._connection = self._session.connections
+        self._doorbell.disarm()  # what was held, and doubted, went with the connection before
         self._check_at = 0.0
         self._unheard_since = None
         if self._session.has_own_address:
