@@ -30,7 +30,10 @@ TABLE_RIGHTS = {
     "task_rollups": ("select", "insert", "update", "delete"),
     "schema_migrations": ("select",),
 }
-FUNCTION_RIGHTS = ("submit", "submit_many", "cancel", "retry", "promote", "expire", "ring", "ring_all")
+FUNCTION_RIGHTS = (
+    "submit", "submit_many", "cancel", "retry", "promote", "expire", "ring", "ring_all", "queue_statistics",
+    "task_statistics", "backlog",
+)  # fmt: skip
 
 
 def check_grants(patient: Patient, _limits: Limits) -> Iterator[Finding]:
