@@ -27,7 +27,7 @@ COSTS = (
     ("wal_bytes", "WAL, bytes", "{:,.0f}"),
     ("commits", "commits", "{:.3f}"),
 )
-SHOWN_ELSEWHERE = {*(key for key, _, _ in COSTS), "begun_per_second", "p99_ms"}
+SHOWN_ELSEWHERE = {*(key for key, _, _ in COSTS), "begun_per_second", "p99_ms", "steadiness"}
 DRAINS = ("drain", "drain_2p")
 SUSTAINED = "sustained"
 
