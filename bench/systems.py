@@ -31,8 +31,7 @@ class System:
     packages: tuple[str, ...]  # none: this environment
     left: str  # SQL: is a task due, or held?
     mode: str
-    kinds: tuple[str, ...] = ("async",)
-    share: float = 1.0  # of the tasks: a slow one gets fewer, which does not hurt its rate
+    share: float = 1.0  # of a drain's tasks: a slow one needs fewer to show its rate, one for Node more to be compiled
     runtime: Literal["python", "node"] = "python"
 
     @property
@@ -49,7 +48,6 @@ TASKLIB = System(
             or exists (select from tasklib.tasks where due_at <= now())
     """,
     mode="defaults; worker with concurrency 100 (sync tasks: 4)",
-    kinds=("async", "sync"),
 )
 BARE = System(
     name="bare",
@@ -106,6 +104,7 @@ PEERS = [
         packages=("graphile-worker@0.18.0", *NODE),
         left="select exists (select from graphile_worker._private_jobs where run_at <= now())",
         mode="Node, concurrentJobs 24, local queue of 500, completions in batches; finished jobs are deleted",
+        share=2.0,
         runtime="node",
     ),
     System(
@@ -114,6 +113,7 @@ PEERS = [
         left="select exists (select from pgboss.job where state <= 'active' and start_after <= now())",
         mode="Node, batches of 500, burst while they are full, 4 fetchers, notifications; one outcome for a batch, "
         "jobs kept (its default)",
+        share=2.0,
         runtime="node",
     ),
 ]

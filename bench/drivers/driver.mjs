@@ -31,11 +31,6 @@ export function note(number) {
 // Its parser of addresses wants the name of a host, also where the address is a socket.
 export const address = (dsn) => dsn.replace('@/', '@localhost/')
 
-function cpuSeconds() {
-  const { user, system } = process.cpuUsage()
-  return (user + system) / 1e6
-}
-
 function say(answer) {
   process.stdout.write(JSON.stringify(answer) + '\n')
 }
@@ -107,7 +102,6 @@ class Driver {
   async work({ dsn }) {
     began.clear()
     repeated = 0
-    this.used = cpuSeconds()
     this.system = this.make(dsn)
     tellProgress()
     await this.system.run()
@@ -115,9 +109,8 @@ class Driver {
   }
 
   async stop() {
-    const used = cpuSeconds() - this.used
     await this.system.stop()
-    return { cpu_seconds: used, began: Object.fromEntries(began), repeated }
+    return { began: Object.fromEntries(began), repeated }
   }
 }
 

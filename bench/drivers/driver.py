@@ -11,7 +11,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -94,7 +93,6 @@ class Driver:
         self._make = make
         self._system: System | None = None
         self._worker: asyncio.Task[None] | None = None
-        self._used = 0.0
 
     async def serve(self) -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -156,7 +154,6 @@ class Driver:
     async def work(self, dsn: str, kind: str) -> dict[str, Any]:
         began.clear()
         repeated.clear()
-        self._used = cpu_seconds()
         self._system = self._make(dsn, kind)
         self._worker = asyncio.ensure_future(self._run())
         threading.Thread(target=tell_progress, daemon=True).start()
@@ -171,16 +168,10 @@ class Driver:
             os._exit(1)
 
     async def stop(self) -> dict[str, Any]:
-        used = cpu_seconds() - self._used
         await self.system.stop()
         if self._worker is not None:
             await asyncio.wait([self._worker], timeout=20)
-        return {"cpu_seconds": used, "began": began, "repeated": len(repeated)}
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+        return {"began": began, "repeated": len(repeated)}
 
 
 def tell_progress() -> None:

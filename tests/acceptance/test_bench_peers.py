@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 def test_peers_are_measured_in_the_same_way(tmp_path: Path) -> None:
-    """Each peer makes its schema, submits, and is drained, in the version that is pinned; or is said to be missing."""
-    names = [peer.name for peer in PEERS]
+    """Each peer makes its schema, submits, and is drained, in the version that is pinned; or is said to be missing. Two
+    of them are enough here: their drivers are all alike.
+    """
+    few = [peer for peer in PEERS if peer.name in {"procrastinate", "pgqueuer"}]
+    names = [peer.name for peer in few]
 
     assert command.main(["drain", "--quick", "--tasks", "300", "--peers", *names, "--results", str(tmp_path)]) == 0
 
     (path,) = tmp_path.glob("bench-*.json")
     found: dict[str, Any] = json.loads(path.read_text())
-    for peer in PEERS:
+    for peer in few:
         assert (peer.name in found["missing"]) != (peer.name in found["rounds"]["drain"]), found["notes"]
         if peer.name in found["rounds"]["drain"]:
             (measured,) = found["rounds"]["drain"][peer.name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import yaml
 
 if TYPE_CHECKING:
@@ -14,10 +13,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALER = ROOT / "kubernetes" / "components" / "autoscaling" / "scaled-object.yaml"
-FUNCTION = ROOT / "tasklib" / "sql" / "functions" / "backlog.sql"
 
 
-@pytest.mark.skipif(not FUNCTION.exists(), reason="tasklib.backlog() is not there yet")
 def test_the_scaler_counts_what_is_to_do(client: tasklib.Client, conn: Conn) -> None:
     """Its query runs, and gives one number: tasks that wait for a worker, not those whose time has not come."""
     scaled, _ = yaml.safe_load_all(SCALER.read_text("utf-8"))
