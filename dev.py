@@ -15,6 +15,7 @@ python3 dev.py bench      how fast it is, beside other queues and beside SQL by 
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
+python3 dev.py dashboards write grafana/dashboards anew from the descriptions beside them
 python3 dev.py manifests  write the manifests anew that are made from the files of grafana/
 python3 dev.py setup      make .venv and install everything into it
 """
@@ -37,7 +38,7 @@ PYTHON = BIN / "python"
 IN_PARALLEL: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
 DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle")
-CODE = ["tasklib", "tasklib_pytest.py", "daemon", "tests", "bench", "examples", "dev.py"]
+CODE = ["tasklib", "tasklib_pytest.py", "daemon", "grafana", "tests", "bench", "examples", "dev.py"]
 
 
 def main(arguments: list[str]) -> int:
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
         "bench": lambda options: run_in_venv("-m", "bench", *options),
         "footprint": lambda options: run_in_venv("-m", "bench.footprint", *options),
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
+        "dashboards": lambda options: run_in_venv("-m", "grafana.build", *options),
         "manifests": lambda options: run_in_venv("-m", "tests.manifests", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
@@ -109,6 +111,7 @@ def lint(_options: list[str]) -> int:
                 BIN / "codespell",
                 "tasklib",
                 "daemon",
+                "grafana",
                 "tests",
                 "docs",
                 "systemd",

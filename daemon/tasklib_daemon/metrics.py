@@ -11,9 +11,10 @@ nothing but the standard library: the supervisor imports it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tasklib.worker.tally import BATCHES, SECONDS, STATEMENT_SECONDS
+from tasklib_daemon.plan import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +35,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     word: str | None = None
     is_cluster: bool = False
+    values: tuple[str, ...] = ()  # of its one label, those that are told from the start
 
     @property
     def full_name(self) -> str:
@@ -46,9 +48,16 @@ class Metric:
 
 
 def _counted(
-    name: str, word: str, help_text: str, *labels: str, buckets: tuple[float, ...] = (), unit: str = "tasks"
+    name: str,
+    word: str,
+    help_text: str,
+    *labels: str,
+    buckets: tuple[float, ...] = (),
+    unit: str = "tasks",
+    values: tuple[str, ...] = (),
 ) -> Metric:
-    return Metric(name, "histogram" if buckets else "counter", help_text, labels, unit, buckets, word)
+    kind: Kind = "histogram" if buckets else "counter"
+    return Metric(name, kind, help_text, labels, unit, buckets, word, values=values)
 
 
 def _gauge(name: str, help_text: str, *labels: str, unit: str = "", is_cluster: bool = False) -> Metric:
@@ -82,7 +91,7 @@ LOST = _counted(
     "tasks_lost", "lost",
     "Tasks taken back from a worker that died under its supervisor (worker_died), or that was not heard of any more, "
     "or held a task past its lock (lease_expired).",
-    "cause",
+    "cause", values=("worker_died", "lease_expired"),
 )  # fmt: skip
 RELEASED = _counted("tasks_released", "released", "Tasks given back without having begun.")
 EXPIRED = _counted("tasks_expired", "expired", "Tasks that were not started before their expires_at.")
@@ -116,7 +125,7 @@ FENCED = _counted(
 LEASES_LOST = _counted(
     "leases_lost", "lease_lost",
     "Leases of workers that could not be renewed in time (ran_out), or were given to others (fenced).",
-    "how", unit="leases",
+    "how", unit="leases", values=("ran_out", "fenced"),
 )  # fmt: skip
 LOOP_ROUNDS = _counted(
     "loop_rounds", "rounds", "Rounds of each loop: of one that stands still, it does not grow.", "process", "loop",
@@ -146,7 +155,7 @@ WORKER_DEATHS = _counted(
     "worker_deaths", "deaths",
     "Deaths of workers: crash, hang, hard_timeout, cancelled (a task did not stop), memory; and expected ones: "
     "recycled, shutdown.",
-    "cause", unit="deaths",
+    "cause", unit="deaths", values=get_args(Cause),
 )  # fmt: skip
 RECOVERY = _counted(
     "recovery_duration_seconds", "recovery", "From the death of a worker until its tasks could run again.",

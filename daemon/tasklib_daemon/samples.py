@@ -114,13 +114,15 @@ def _of_process(role: str, child: ChildStatus) -> Iterator[Sample]:
 
 
 def _of_totals(totals: Amounts) -> Iterator[Sample]:
-    """What has no labels is there from the start: a counter that appears with its first count has no rate."""
-    found = set()
+    """What has no labels, or few values of one, is there from the start: a counter that appears with its first count
+    has no rate, and no alert hears of that count.
+    """
     for (word, *labels), values in totals.items():
         metric = metrics.BY_WORD.get(word)
         if metric is not None and len(values) == metric.size:
-            found.add(word)
             yield Sample(metric, labels, values)
     for word, metric in metrics.BY_WORD.items():
-        if word not in found and not metric.labels:
-            yield Sample(metric, (), [0.0] * metric.size)
+        for value in metric.values if metric.labels else [None]:
+            labels = [] if value is None else [value]
+            if (word, *labels) not in totals:
+                yield Sample(metric, labels, [0.0] * metric.size)

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,9 +17,10 @@ from tasklib.worker.tally import Amounts, histogram
 from tasklib_daemon import crashes, election, gauges, keeper, ledger, metrics, supervisor
 from tasklib_daemon.ledger import Book, Ledger, LedgerTally
 from tasklib_daemon.page import PageView
+from tasklib_daemon.plan import Cause
 from tasklib_daemon.settings import Web
 from tasklib_daemon.web.app import HealthApp, Heard
-from tests.promtool import check_metrics, needs_promtool, parsed, value
+from tests.promtool import by_labels, check_metrics, needs_promtool, parsed, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -279,6 +280,16 @@ def test_what_has_no_labels_is_there_from_the_start() -> None:
     for metric in metrics.BY_WORD.values():
         if not metric.labels and metric.kind == "counter":
             assert value(series, metric.full_name) == 0, metric
+
+
+def test_causes_are_there_from_the_start() -> None:
+    """Deaths, losses and lost leases by each of their causes: the first one, too, is to wake somebody."""
+    series = parsed(told(STATUS, {("deaths", "hang"): [2.0], ("lost", "worker_died"): [1.0]}))
+    assert by_labels(series, "tasklib_worker_deaths_total", "cause") == {
+        (cause,): 2.0 if cause == "hang" else 0.0 for cause in get_args(Cause)
+    }
+    assert by_labels(series, "tasklib_tasks_lost_total", "cause") == {("worker_died",): 1.0, ("lease_expired",): 0.0}
+    assert by_labels(series, "tasklib_leases_lost_total", "how") == {("ran_out",): 0.0, ("fenced",): 0.0}
 
 
 def test_before_the_first_status_there_is_an_answer() -> None:

@@ -59,6 +59,10 @@ def everything(built: dict[str, list[Resource]]) -> Iterator[Resource]:
     return (resource for resources in built.values() for resource in resources)
 
 
+def names(resources: list[Resource], kind: str) -> list[str]:
+    return [each["metadata"]["name"] for each in resources if each["kind"] == kind]
+
+
 def one(resources: list[Resource], kind: str, name: str | None = None) -> Resource:
     (found,) = (each for each in resources if each["kind"] == kind and name in {None, each["metadata"]["name"]})
     return found
@@ -200,7 +204,7 @@ def test_what_is_named_is_there(overlay: str, built: dict[str, list[Resource]]) 
     assert service["spec"]["ports"][0]["targetPort"] in named
     account = one(resources, "ServiceAccount")["metadata"]["name"]
     assert {pod["spec"]["serviceAccountName"] for pod in pods(resources)} == {account}
-    settings = one(resources, "ConfigMap")["metadata"]["name"]
+    (settings,) = (name for name in names(resources, "ConfigMap") if name.startswith("tasklib-worker"))
     assert settings in {volume.get("configMap", {}).get("name") for volume in worker["spec"]["volumes"]}
     keys = {key for resource in resources for key in secret_keys(resource)}
     assert keys <= {secret.replace(".", "_") for secret in SECRETS}

@@ -1,0 +1,201 @@
+"""Queues and tasks: which waits, which fails, which takes the time."""
+
+from __future__ import annotations
+
+from grafana.overview import PLACE
+from grafana.panels import Dashboard, Query, Row, Variable, graph, heatmap, stat, table
+
+VARIABLES = (
+    *PLACE,
+    Variable("queue", "tasklib_queue_tasks", "Queue"),
+    Variable("task", "tasklib_tasks_finished_total", "Task"),
+)
+FINISHED = "tasklib_tasks_finished_total{@queue+task}"
+FAILED = 'tasklib_tasks_finished_total{@queue+task, outcome=~"failed|timed_out|worker_failure"}'
+ENDED = 'tasklib_tasks_finished_total{@queue+task, outcome=~"completed|failed|timed_out|worker_failure"}'
+READY = 'sum(max by (namespace, job, queue) (tasklib_queue_tasks{@queue, state="ready"}))'
+
+QUEUES = Row("Queues", [
+    stat(
+        "Ready",
+        "Tasks of these queues that could run now.",
+        Query(READY),
+        unit="short", width=6, alerts=["TasklibBacklogGrowing"],
+    ),
+    stat(
+        "Gone in",
+        "How long the workers will need for what is ready, if they go on as they do, and if nothing is added.",
+        Query(READY + " / (sum(rate(tasklib_tasks_claimed_total{@queue}[$__rate_interval])) > 0)"),
+        unit="s", width=6, no_value="nothing is claimed", alerts=["TasklibQueueStuck"],
+    ),
+    stat(
+        "Late",
+        "How long the longest overdue task has been due without being made ready; of all queues.",
+        Query("max(tasklib_due_lag_seconds{@})"),
+        unit="s", width=6, steps=[(10, "yellow"), (60, "red")], alerts=["TasklibScheduleMissed"],
+    ),
+    stat(
+        "Names that nobody serves",
+        "Of tasks that wait. `tasklibd status` has them.",
+        Query("max(tasklib_unserved_names{@})"),
+        unit="none", width=6, steps=[(1, "red")], alerts=["TasklibTasksUnserved"],
+    ),
+    graph(
+        "Tasks by state",
+        "ready: could run now. scheduled, retrying: wait. claimed: in a worker's buffer. running: executing.",
+        Query("sum by (state) (max by (namespace, job, queue, state) (tasklib_queue_tasks{@queue}))", "{{state}}"),
+        unit="short", is_stacked=True, width=12,
+    ),
+    graph(
+        "Ready by queue",
+        "Tasks that could run now.",
+        Query(READY.replace("sum(", "sum by (queue) (", 1), "{{queue}}"),
+        unit="short", width=12, alerts=["TasklibBacklogGrowing"],
+    ),
+    graph(
+        "Oldest ready task",
+        "How long the longest waiting ready task of each queue has been waiting. The line is where the alert begins.",
+        Query("max by (queue) (tasklib_queue_oldest_ready_age_seconds{@queue})", "{{queue}}"),
+        unit="s", limit=300, alerts=["TasklibQueueLatencyHigh", "TasklibQueueStuck"],
+    ),
+    graph(
+        "Wait by queue, 95th percentile",
+        "From when a task could run until a worker took it: 95 of 100 waited no longer.",
+        Query(
+            "histogram_quantile(0.95, sum by (le, queue)"
+            " (rate(tasklib_queue_wait_seconds_bucket{@queue+task}[$__rate_interval])))",
+            "{{queue}}",
+        ),
+        unit="s", alerts=["TasklibQueueLatencyHigh"],
+    ),
+    graph(
+        "Claimed by queue",
+        "Tasks that workers took, in a second.",
+        Query("sum by (queue) (rate(tasklib_tasks_claimed_total{@queue}[$__rate_interval]))", "{{queue}}"),
+        unit="ops", is_stacked=True, alerts=["TasklibQueueStuck"],
+    ),
+    heatmap(
+        "Waits",
+        "How many tasks waited how long for a worker. A dark band at the poll interval: nobody is woken.",
+        Query(
+            "sum by (le) (increase(tasklib_queue_wait_seconds_bucket{@queue+task}[$__rate_interval]))", "{{le}}"
+        ),
+        unit="s",
+    ),
+    heatmap(
+        "Durations",
+        "How many attempts took how long. Two bands: two kinds of work in one task, or timeouts.",
+        Query(
+            "sum by (le) (increase(tasklib_task_duration_seconds_bucket{@queue+task}[$__rate_interval]))", "{{le}}"
+        ),
+        unit="s",
+    ),
+])  # fmt: skip
+
+TASKS = Row("Tasks", [
+    table(
+        "Tasks",
+        "Over the time that is shown. `share` is the part of all working time; `failures` the part of attempts that "
+        "failed, timed out or lost their worker.",
+        Query(f"sum by (task) (increase({FINISHED}[$__range]))", "attempts"),
+        Query(
+            f"sum by (task) (increase({FAILED}[$__range]))"
+            f" / (sum by (task) (increase({ENDED}[$__range])) > 0)",
+            "failures",
+        ),
+        Query(
+            "sum by (task) (increase(tasklib_task_duration_seconds_sum{@queue+task}[$__range]))"
+            " / (sum by (task) (increase(tasklib_task_duration_seconds_count{@queue+task}[$__range])) > 0)",
+            "mean",
+        ),
+        Query(
+            "histogram_quantile(0.95, sum by (le, task)"
+            " (increase(tasklib_task_duration_seconds_bucket{@queue+task}[$__range])))",
+            "p95",
+        ),
+        Query(
+            "sum by (task) (increase(tasklib_task_duration_seconds_sum{@queue+task}[$__range]))"
+            " / scalar(sum(increase(tasklib_task_duration_seconds_sum{@}[$__range])) > 0)",
+            "share",
+        ),
+        unit="short",
+        units={"failures": "percentunit", "mean": "s", "p95": "s", "share": "percentunit"},
+        by=["task"], sort="share", alerts=["TasklibFailureRatioHigh"],
+    ),
+    graph(
+        "Attempts by task",
+        "Attempts that ended in a second: the ten busiest tasks.",
+        Query(f"topk(10, sum by (task) (rate({FINISHED}[$__rate_interval])))", "{{task}}"),
+        unit="ops",
+    ),
+    graph(
+        "Slowest tasks, 95th percentile",
+        "Duration of attempts: the ten tasks that take longest.",
+        Query(
+            "topk(10, histogram_quantile(0.95, sum by (le, task)"
+            " (rate(tasklib_task_duration_seconds_bucket{@queue+task}[$__rate_interval]))))",
+            "{{task}}",
+        ),
+        unit="s",
+    ),
+    graph(
+        "Time spent by task",
+        "How many slots a task keeps busy on average: the ten that use most.",
+        Query(
+            "topk(10, sum by (task) (rate(tasklib_task_duration_seconds_sum{@queue+task}[$__rate_interval])))",
+            "{{task}}",
+        ),
+        unit="short", is_stacked=True,
+    ),
+    graph(
+        "Failing tasks",
+        "Attempts that failed, timed out or lost their worker, in a second: the ten tasks with most.",
+        Query(f"topk(10, sum by (task) (rate({FAILED}[$__rate_interval])))", "{{task}}"),
+        unit="ops", alerts=["TasklibFailureRatioHigh"],
+    ),
+    graph(
+        "Retried",
+        "Attempts that failed or timed out and will be tried again, in a second.",
+        Query(
+            "topk(10, sum by (task) (rate(tasklib_tasks_retried_total{@queue+task}[$__rate_interval])))",
+            "{{task}}",
+        ),
+        unit="ops",
+    ),
+    graph(
+        "Failed for good",
+        "Tasks that will not be tried again, in a second. `tasklib list --state failed` has them.",
+        Query(
+            "topk(10, sum by (task) (rate(tasklib_tasks_failed_total{@queue+task}[$__rate_interval])))",
+            "{{task}}",
+        ),
+        unit="ops", alerts=["TasklibFailureRatioHigh"],
+    ),
+    graph(
+        "Suspects",
+        "Tasks that executed when their worker died, in the last hour. They run alone the next time.",
+        Query("sum by (task) (increase(tasklib_tasks_suspected_total{@task}[1h]))", "{{task}}"),
+        unit="short", alerts=["TasklibTasksLost"],
+    ),
+    graph(
+        "Buried",
+        "Tasks that killed their workers while alone, again and again, since the daemons started. Kept for a person.",
+        Query("sum by (task) (tasklib_tasks_buried_total{@task})", "{{task}}"),
+        unit="short", alerts=["TasklibBuriedGrowing"],
+    ),
+    graph(
+        "Given back, expired",
+        "In a second: tasks that a worker had claimed and gave back unbegun, and tasks not started in time.",
+        Query("sum(rate(tasklib_tasks_released_total{@}[$__rate_interval]))", "given back"),
+        Query("sum(rate(tasklib_tasks_expired_total{@}[$__rate_interval]))", "expired"),
+        unit="ops",
+    ),
+])  # fmt: skip
+
+QUEUES_AND_TASKS = Dashboard(
+    "tasklib-tasks",
+    "tasklib / Queues and tasks",
+    "Which queue waits, which task fails, which takes the time.",
+    VARIABLES,
+    [QUEUES, TASKS],
+)
