@@ -187,6 +187,7 @@ class Claimer:
 
     def _look(self) -> float:
         """Answers when to look again. Nobody sleeps without a look that began after he could be rung for."""
+        was_rung = self._was_rung
         self._found = self._why_we_look()
         if self._doorbell.is_to_ask:
             self._doorbell.arm()
@@ -203,7 +204,7 @@ class Claimer:
             self._was_due = True
             self.is_drained = False
             return 0.0
-        if self._found == "notification" and not is_short:
+        if was_rung and not is_short:
             self.on_full()
         return self._pause(is_short=is_short)
 
