@@ -10,7 +10,8 @@ python3 dev.py mutants    remove guards one by one; the named test must go red (
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under kills and freezes: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
-python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle
+python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle,
+                          counters, scrapes
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
@@ -37,7 +38,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 IN_PARALLEL: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
-DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle")
+DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle", "counters", "scrapes")
 CODE = ["tasklib", "tasklib_pytest.py", "daemon", "grafana", "tests", "bench", "examples", "dev.py"]
 
 

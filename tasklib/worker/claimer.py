@@ -187,8 +187,8 @@ class Claimer:
 
     def _look(self) -> float:
         """Answers when to look again. Nobody sleeps without a look that began after he could be rung for."""
-        was_rung = self._was_rung
-        self._found = self._why_we_look()
+        was_rung, self._was_rung = self._was_rung, False
+        self._found = self._why_we_look(was_rung=was_rung)
         if self._doorbell.is_to_ask:
             self._doorbell.arm()
         before = self.claimed
@@ -212,8 +212,8 @@ class Claimer:
         """Somebody hears rings for us. Behind a pooler the locks would not be ours alone, and never be given back."""
         return self._is_rung() and not self._session.is_pooled
 
-    def _why_we_look(self) -> Found:
-        was_rung, was_due, self._was_rung, self._was_due = self._was_rung, self._was_due, False, False
+    def _why_we_look(self, *, was_rung: bool) -> Found:
+        was_due, self._was_due = self._was_due, False
         return "notification" if was_rung else "due" if was_due else "backlog" if self._may_have_more else "poll"
 
     def _pause(self, *, is_short: bool) -> float:

@@ -18,7 +18,7 @@ from tasklib import embedded, migrate
 from tests.daemon_app import mixed
 from tests.daemons import daemon
 from tests.promtool import Series, by_labels, check_metrics, needs_promtool, value
-from tests.raw_sql import literal
+from tests.recount import differences
 from tests.scraping import ask, free_port, scrape
 from tests.waiting import wait_until
 
@@ -33,21 +33,6 @@ pytestmark = [
     pytest.mark.direct("recounts what workers wrote, whose backends are ended by their numbers"),
 ]
 APP: dict[str, Any] = {"app": ["tests.daemon_app.mixed"], "concurrency": 4}
-RECOUNT = {
-    ("tasklib_tasks_finished_total", ("task", "queue", "outcome")): """
-        select name, queue, lower(outcome), count(*) from tasklib.task_attempts join tasklib.tasks on id = task_id
-         group by 1, 2, 3""",
-    ("tasklib_task_duration_seconds_count", ("task", "queue")): """
-        select name, queue, count(*) from tasklib.task_attempts join tasklib.tasks on id = task_id group by 1, 2""",
-    ("tasklib_tasks_retried_total", ("task", "queue")): """
-        select name, queue, count(*) from tasklib.task_attempts join tasklib.tasks on id = task_id
-         where will_retry and outcome in ('FAILED', 'TIMED_OUT') group by 1, 2""",
-    ("tasklib_tasks_failed_total", ("task", "queue")): """
-        select name, queue, count(*) from tasklib.tasks where state = 'failed' and completed_at is not null
-         group by 1, 2""",
-    ("tasklib_tasks_buried_total", ("task",)): """
-        select name, count(*) from tasklib.tasks where state = 'buried' group by 1""",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -66,20 +51,6 @@ def url(conn: Conn) -> str:
 
 def submit_all(client: tasklib.Client, dice: random.Random, count: int) -> None:
     client.submit_many([mixed.draw(dice) for _ in range(count)])
-
-
-def differences(conn: Conn, series: Series) -> list[str]:
-    """What the counters say, and what the rows say."""
-    found = []
-    for (name, labels), query in RECOUNT.items():
-        rows = {tuple(row[:-1]): float(row[-1]) for row in conn.execute(literal(query))}
-        counted = {key: number for key, number in by_labels(series, name, *labels).items() if number}
-        found += [
-            f"{name}{key}: counted {counted.get(key, 0)}, there are {rows.get(key, 0)}"
-            for key in sorted(rows.keys() | counted.keys())
-            if rows.get(key, 0) != counted.get(key, 0)
-        ]
-    return found
 
 
 def kill_a_worker(made: Daemon, dice: random.Random) -> None:

@@ -340,8 +340,12 @@ def test_the_backlog_costs_what_it_counts(
 
 @pytest.mark.usefixtures("known")
 def test_figures_of_the_cluster_cost_next_to_nothing(conn: Conn, plan_mode: str, config: tasklib.Config) -> None:
-    """The longest due task is at the head of its index; the rest are rows of small tables."""
-    plan = explain(conn, plan_mode, StatisticsStatements(config).cluster())
+    """The longest due task is at the head of its index; the rest are rows of small tables. Only the keeper asks."""
+    with conn.transaction():
+        for name, value in WORKER_SETTINGS.items():
+            if name != "default_transaction_isolation":
+                conn.execute("select set_config(%s, %s, true)", [name, value])
+        plan = explain(conn, plan_mode, StatisticsStatements(config).cluster())
     assert plan.ways_to("tasks") == {"tasks_due"}, plan
     assert plan.pages_of("tasks") <= 10, plan
 
@@ -360,7 +364,7 @@ def test_what_the_dead_had_written_is_found_by_keys(
         plan = explain(conn, plan_mode, statement)
         assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
         assert plan.pages_of("tasks") <= 10 * len(ids), plan
-        assert plan.ways_to("attempts") <= {"attempts_pkey"}, plan
+        assert plan.pages_of("attempts") <= 10 * len(ids), plan
 
 
 @pytest.fixture

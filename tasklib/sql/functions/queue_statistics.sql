@@ -21,14 +21,16 @@ create or replace function tasklib.queue_statistics(in_queue text default null, 
     set max_parallel_workers_per_gather = 0
 as $$
     with recursive lanes (queue) as (
-        (select task.queue::text from tasklib.tasks as task
-          where task.ready and ($1 is null or task.queue = $1)
-          order by task.queue limit 1)
+        select first.queue
+          from (select task.queue::text from tasklib.tasks as task
+                 where task.ready and task.queue >= coalesce($1, '')  -- a bound of the scan, also if there is none
+                 order by task.queue limit 1) as first
+         where $1 is null or first.queue = $1
         union all
         select (select task.queue::text from tasklib.tasks as task
-                 where task.ready and task.queue > lanes.queue and $1 is null
+                 where task.ready and task.queue > lanes.queue
                  order by task.queue limit 1)
-          from lanes where lanes.queue is not null
+          from lanes where lanes.queue is not null and $1 is null
     ), ranks (queue, priority, place) as (
         select lanes.queue, lowest.priority, 1
           from lanes, lateral (select task.priority from tasklib.tasks as task
