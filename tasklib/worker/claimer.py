@@ -134,7 +134,7 @@ class Claimer:
         self._was_rung = self._was_due = False  # since the last round
         self._is_checked = False
         self._may_have_more = True
-        self._busy_since = 0.0
+        self._busy_since = math.inf
         self._asleep_since = math.inf
         self._turn = 0
         self._promote_at = 0.0
@@ -168,7 +168,7 @@ class Claimer:
 
     def run_once(self) -> float | None:
         if time.monotonic() - self._asleep_since > BREAK_SECONDS:
-            self._busy_since = time.monotonic()
+            self._busy_since = math.inf
         self._asleep_since = math.inf
         if not self._lease.is_valid():
             self._disarm()
@@ -198,7 +198,7 @@ class Claimer:
                 self._may_have_more = True
                 return NAP_SECONDS
             self._doorbell.arm()
-            self._busy_since = time.monotonic()
+            self._busy_since = math.inf
             is_short = self._fill()
         if is_short and self._promote():
             self._was_due = True
@@ -206,6 +206,10 @@ class Claimer:
             return 0.0
         if was_rung and not is_short:
             self.on_full()
+        if is_short and self.claimed == before:
+            self._busy_since = math.inf
+        # From the end of the first look that found something: a look may take longer than the time that makes it busy.
+        self._busy_since = min(self._busy_since, time.monotonic())
         return self._pause(is_short=is_short)
 
     def _may_arm(self) -> bool:

@@ -230,8 +230,12 @@ def test_what_is_committed_between_the_look_and_the_sleep_is_found(
             insert(conn)
         arm(self)
 
-    monkeypatch.setattr(Doorbell, "arm", late)
-    with running(config, poll_interval_seconds=NEVER):
+    with running(config, poll_interval_seconds=NEVER) as worker:
+        wait_asleep(conn)
+        worker.pause()  # it wakes
+        wait_asleep(conn, 0)
+        monkeypatch.setattr(Doorbell, "arm", late)
+        worker.resume()
         assert ran.wait(5)
     assert inserted == [0]
 
@@ -283,6 +287,35 @@ def test_a_steady_load_does_not_ring(config: tasklib.Config, client: tasklib.Cli
         wait_asleep(conn)
         client.submit_task("quick")
         wait_until(lambda: len(done) == len(submitted) + 1, "one more", seconds=5)
+
+
+def test_a_database_that_is_slow_to_answer_makes_nobody_busy(
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that takes long is one look: else it would say anew that it sleeps, and look again, after every task."""
+    promote, disarm = claimer.Claimer._promote, Doorbell.disarm
+    taken_back: list[Doorbell] = []
+
+    def slowly(self: claimer.Claimer) -> bool:
+        time.sleep(2 * claimer.BUSY_SECONDS)
+        return promote(self)
+
+    def counted(self: Doorbell) -> None:
+        if self.is_armed:
+            taken_back.append(self)
+        disarm(self)
+
+    monkeypatch.setattr(claimer.Claimer, "_promote", slowly)
+    monkeypatch.setattr(Doorbell, "disarm", counted)
+    tasklib.task(name="quick")(lambda: None)
+    with running(config, concurrency=5, poll_interval_seconds=NEVER) as worker:
+        wait_asleep(conn)
+        crew = worker._crew
+        assert crew is not None
+        for _ in range(5):
+            wait_until(lambda: crew.claimer._asleep_since < time.monotonic() - 0.05, "it to sleep")
+            wait_final(client, client.submit_task("quick"))
+        assert taken_back == []
 
 
 def test_a_paused_worker_is_not_rung_for(
