@@ -32,6 +32,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_CONNECTIONS = 32
 CONNECTION_SECONDS = 5.0  # then it is closed, however far it is
 BACKLOG = 16
+FULL_PAUSE_SECONDS = 0.01  # before a client of a full one tries again
 SHARED_PLACES = (Path("/run"), Path(tempfile.gettempdir()))  # beside $RUNTIME_DIRECTORY and $XDG_RUNTIME_DIR
 
 
@@ -273,7 +274,7 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as conn:
             conn.settimeout(seconds)
-            conn.connect(str(path))
+            _connect(conn, path, time.monotonic() + seconds)
             conn.sendall(json.dumps(question).encode() + b"\n")
             with conn.makefile("rb") as lines:
                 reply = json.loads(lines.readline() or b"null")
@@ -287,6 +288,19 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
     if not reply.get("ok"):
         raise Exit(ExitCode.FAILED, str(reply.get("error", "the daemon refused")))
     return reply
+
+
+def _connect(conn: socket.socket, path: Path, deadline: float) -> None:
+    """Where too many wait to be heard, the kernel says so at once, whatever the timeout."""
+    while True:
+        try:
+            conn.connect(str(path))
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(FULL_PAUSE_SECONDS)
+        else:
+            return
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Path:
