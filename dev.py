@@ -14,6 +14,7 @@ python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors,
                           counters, scrapes
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
+python3 dev.py acceptance the acceptance tests, with the long ones that `test` leaves out: containers, all of the bench
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py dashboards write grafana/dashboards anew from the descriptions beside them
@@ -58,6 +59,7 @@ def main(arguments: list[str]) -> int:
         "soak": soak,
         "bench": lambda options: run_in_venv("-m", "bench", *options),
         "footprint": lambda options: run_in_venv("-m", "bench.footprint", *options),
+        "acceptance": lambda options: run_in_venv("-m", "pytest", "tests/acceptance", *options),
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "dashboards": lambda options: run_in_venv("-m", "grafana.build", *options),
         "manifests": lambda options: run_in_venv("-m", "tests.manifests", *options),
@@ -167,7 +169,7 @@ def coverage(options: list[str]) -> int:
 
 def beside(_options: list[str]) -> int:
     """What runs at the same time as the rest of the suite: much of either is waiting."""
-    acceptance: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "tests/acceptance"]
+    acceptance: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "-m", "not long", "tests/acceptance"]
     mutants: list[str | Path] = [PYTHON, "tests/mutants.py", "--quick"]
     return run_all(("acceptance on PostgreSQL 18", acceptance), ("mutants", mutants))
 
@@ -177,12 +179,14 @@ def test_on_15() -> int:
         announce("SKIPPED: THE SUITE ON POSTGRESQL 15. apt-get install postgresql-15 to run it here.")
         return 0
     environment = os.environ | {"TASKLIB_PG_BIN": str(POSTGRES_15)}
-    # The launcher's own tests try both versions already; frameworks, and users' functions, are no matter of versions.
+    # The launcher's own tests try both versions already; frameworks, processes and users' functions are no matter of
+    # versions.
     elsewhere = (
         "test_embedded.py", "test_pooler.py", "test_borrowed_*.py", "test_django*.py", "test_fastapi.py",
         "test_testing.py", "test_hostile_code.py", "test_cli.py", "test_exactly_once_races.py", "test_isolation.py",
         "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
-        "test_daemon_sdnotify.py",
+        "test_daemon_sdnotify.py", "test_daemon_keeper.py", "test_doctor.py", "test_outages.py", "test_results.py",
+        "test_current_task.py", "test_arguments_roundtrip.py", "test_budget.py", "test_kubernetes_scaler.py",
     )  # fmt: skip
     suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]
     suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]

@@ -40,7 +40,7 @@ mkdir -p /opt/python /opt/app/tests
 mount --bind -o ro {shlex.quote(sys.base_prefix)} /opt/python
 cp -r {shlex.quote(str(ROOT))}/tests/daemon_app /opt/app/tests
 chmod -R a+rX /opt/app
-export LD_LIBRARY_PATH=/opt/python/lib PYTHONPATH=/opt/app
+export LD_LIBRARY_PATH=/opt/python/lib PYTHONPATH=/opt/app PATH="$PATH:/usr/sbin:/sbin"
 python() {{ /opt/python/bin/{PYTHON} "$@"; }}
 """
 
@@ -109,7 +109,7 @@ class Container:
         """As `kubectl exec`, or a HEALTHCHECK."""
         enter = [*namespaces.ENTER, str(self.pid), "--"]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
-        path = {"PATH": f"/opt/tasklib/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": "/opt/python/lib"}
+        path = {"PATH": f"/opt/tasklib/bin:{os.environ['PATH']}:/usr/sbin:/sbin", "LD_LIBRARY_PATH": "/opt/python/lib"}
         return subprocess.run(
             [*enter, *become, *words], env=path, capture_output=True, text=True, check=False, timeout=60
         )

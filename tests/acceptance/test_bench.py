@@ -19,6 +19,7 @@ LIMITS = {"submit_1", "submit_10", "submit_1_draining", "submit_10_draining", "s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_workload_yields_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`python3 dev.py bench --quick`: every workload, beside the limits, with results, report and plots."""
     assert command.main(["--quick", "--results", str(tmp_path), "--docs", str(tmp_path)]) == 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not())),
     pytest.mark.direct("a server of its own"),
+    pytest.mark.long,
 ]
 BASE = container.ROOT / "kubernetes" / "base"
 MONITORING = container.ROOT / "kubernetes" / "components" / "monitoring"
