@@ -187,6 +187,7 @@ def test_on_15() -> int:
         "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
         "test_daemon_sdnotify.py", "test_daemon_keeper.py", "test_doctor.py", "test_outages.py", "test_results.py",
         "test_current_task.py", "test_arguments_roundtrip.py", "test_budget.py", "test_kubernetes_scaler.py",
+        "test_worker.py", "test_exactly_once.py", "test_daemon_election.py",
     )  # fmt: skip
     suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]
     suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]

@@ -84,7 +84,7 @@ with own as (
     from pg_trigger as trigger join pg_class as class on class.oid = trigger.tgrelid
     where class.relnamespace in (select oid from own) and not trigger.tgisinternal
     union all
-    select 'view ' || class.relname || ' ' || pg_get_viewdef(class.oid)
+    select 'view ' || class.relname || ' ' || regexp_replace(pg_get_viewdef(class.oid), '\mtasks\.', '', 'g')
     from pg_class as class
     where class.relnamespace in (select oid from own) and class.relkind = 'v'
     union all
