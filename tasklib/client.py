@@ -305,6 +305,8 @@ def _new_task(
 ) -> tuple[NewTask, Any]:
     """Tell the options from the task's own arguments: no parameter of a task may be called like an option."""
     func = _function_of(func)
+    if not isinstance(func, str) and RESERVED_PARAMETERS.isdisjoint(kwargs):
+        return func.new(*args, **kwargs), None  # its terms are made already
     options = {name: value for name, value in kwargs.items() if name in RESERVED_PARAMETERS}
     arguments = {name: value for name, value in kwargs.items() if name not in RESERVED_PARAMETERS}
     terms = terms_of(func, cast("SubmitOptions", options))

@@ -33,6 +33,8 @@ from tasklib.connection import (
     meet_async,
     raise_doubt,
     send,
+    send_alone,
+    send_alone_async,
     send_async,
     translate,
 )
@@ -306,7 +308,7 @@ def _close_this_process(processes: dict[int, _ProcessPools]) -> None:
 def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> list[T]:
     conn.doubt = None  # a call that was interrupted may have left one behind
     if len(statements) == 1:
-        results = send(conn, statements)
+        results = [send_alone(conn, statements[0])]
     else:
         with conn.transaction():
             results = send(conn, statements)
@@ -317,7 +319,7 @@ def _execute(conn: BoundedConnection, statements: Sequence[Statement[T]]) -> lis
 async def _execute_async(conn: WatchedConnection, statements: Sequence[Statement[T]]) -> list[T]:
     conn.doubt = None
     if len(statements) == 1:
-        results = await send_async(conn, statements)
+        results = [await send_alone_async(conn, statements[0])]
     else:
         async with conn.transaction():
             results = await send_async(conn, statements)

@@ -5,7 +5,9 @@ Statements are values. Sync and async, one's own connection and the caller's, al
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, LiteralString, NamedTuple, TypedDict, TypeVar, Unpack
 from uuid import UUID
 
@@ -22,7 +24,6 @@ from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import datetime
 
     from tasklib.config import Config
     from tasklib.submission import NewTask
@@ -32,7 +33,9 @@ Row = tuple[Any, ...]
 
 BATCH_ROWS = 1_000
 MAX_LIST_LIMIT = 10_000
-_HELD_COLUMNS = len(HeldTask._fields)
+# Columns of a claim's answer.
+_COUNTS, _EXPIRES_AT, _OF_THE_TASK = slice(2, 11), 11, slice(12, 19)
+_OF_THE_CLAIM, _PLACE = slice(19, None), slice(22, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Statement(Generic[T_co]):
     parameters: Sequence[Any]
     read: Callable[[list[Row]], T_co]
     is_change: bool = True
+    as_bytes: Callable[[], Sequence[bytes | None]] | None = None  # the parameters once more, as text: see send_alone
 
 
 class ListFilters(TypedDict, total=False):
@@ -70,17 +74,18 @@ class Statements:
         terms = task.terms
 
         def read(rows: list[Row]) -> TaskId:
-            return _read_id(task, rows[0][0], existed=rows[0][1])
+            return _read_id(task, rows[0][0]) if rows else task.id
 
         if task.args == "{}" and terms.is_plain(self._defaults):
-            return Statement(self._sql["submit_plain"], (task.id, task.name, task.kwargs, terms.queue), read)
-        parameters = (
+            parameters = (task.id, task.name, task.kwargs, terms.queue)
+            return Statement(self._sql["submit_plain"], parameters, read, as_bytes=lambda: _as_text(parameters))
+        all_parameters = (
             task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
             terms.scheduled_at, terms.expires_at,
             terms.value("max_retries", self._defaults), terms.value("timeout_seconds", self._defaults),
             terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
         )  # fmt: skip
-        return Statement(self._sql["submit"], parameters, read)
+        return Statement(self._sql["submit"], all_parameters, read)
 
     def submit_many(self, tasks: Iterable[NewTask]) -> list[Statement[dict[int, TaskId]]]:
         """One statement a batch, all in the order of the keys, so that two overlapping submits cannot deadlock. It
@@ -138,7 +143,7 @@ class Statements:
 
         def read(rows: list[Row]) -> dict[int, TaskId]:
             existing = ((batch[ordinal - 1], found) for ordinal, found in rows)
-            return {task.id.int: _read_id(task, found, existed=True) for task, found in existing}
+            return {task.id.int: _read_id(task, found) for task, found in existing}
 
         return Statement(self._sql["submit_many"], (tasks_json,), read)
 
@@ -162,13 +167,43 @@ class ClaimedTask(NamedTuple):
     parent_id: UUID | None
     store_result: bool
     id_text: str  # Python takes ten times as long to write an id
-    claimed_by_clock: datetime
+    waited_seconds: float  # since it could have run
     claim_id: int
-    waited_seconds: float = 0.0  # since it could have run
+
+
+class Place(NamedTuple):
+    """Of a task in its queue."""
+
+    submitted: float  # seconds since 1970
+    priority: int
+
+
+class Claim(NamedTuple):
+    """What came of one claim; and, if the queue had no more, what its worker has to know before it sleeps."""
+
+    tasks: list[ClaimedTask]
+    answered_at: datetime  # by the database's clock
+    reached: Place | None  # by the last of them
+    is_short: bool
+    left_suspects: bool  # there were some, and who takes other tasks takes none
+    due_seconds: float | None  # until the next one is due; None: none is known
+    other_queues: Sequence[str]  # in which tasks are ready
 
     @classmethod
-    def from_row(cls, row: Row) -> ClaimedTask:
-        return cls(HeldTask._make(row[:_HELD_COLUMNS]), *row[_HELD_COLUMNS:])
+    def from_rows(cls, rows: list[Row], worker_id: str, queue: str) -> Claim:
+        claim_id, claimed, answered, _, _, is_short, left_suspects, due_seconds, other_queues = rows[0][_OF_THE_CLAIM]
+        tasks = []
+        if claim_id is not None:
+            claimed_at = datetime.fromtimestamp(claimed, UTC)
+            for row in rows:
+                held = (
+                    row[0], row[1], queue, State.CLAIMED, worker_id, *row[_COUNTS], claimed_at, None, row[_EXPIRES_AT],
+                    None,
+                )  # fmt: skip
+                tasks.append(ClaimedTask._make((HeldTask._make(held), *row[_OF_THE_TASK], claim_id)))
+        answered_at = datetime.fromtimestamp(answered, UTC)
+        reached = Place(*rows[-1][_PLACE]) if tasks else None
+        return cls(tasks, answered_at, reached, is_short, left_suspects, due_seconds, other_queues or ())
 
 
 class WorkerStatements:
@@ -183,10 +218,35 @@ class WorkerStatements:
         self._lease_seconds = config.lease_seconds
 
     def claim(
-        self, worker_id: str, queue: str, names: Sequence[str], limit: int, *, suspects: bool
-    ) -> Statement[list[ClaimedTask]]:
-        parameters = (worker_id, queue, list(names), suspects, limit, self._lock_seconds)
-        return Statement(self._tasks["claim"], parameters, _read_claimed)
+        self,
+        worker_id: str,
+        queue: str,
+        names: Sequence[str],
+        limit: int,
+        *,
+        suspects: bool,
+        queues: Sequence[str] | None = None,
+        floor: Place | None = None,
+    ) -> Statement[Claim]:
+        """`queues` are all that the worker thinks of, if it takes from others too. `floor`: nothing that was submitted
+        before this moment, and nothing of a lower priority.
+        """
+        known = None if queues is None else list(queues)
+        parameters = (
+            worker_id,
+            queue,
+            list(names),
+            suspects,
+            limit,
+            self._lock_seconds,
+            known,
+            *(floor or (None, None)),
+        )
+
+        def read(rows: list[Row]) -> Claim:
+            return Claim.from_rows(rows, worker_id, queue)
+
+        return Statement(self._tasks["claim"], parameters, read, as_bytes=lambda: _as_text(parameters))
 
     def arm(self, queues: Sequence[str]) -> Statement[tuple[list[str], bool]]:
         """Which of them are held now, and whether nobody is about to commit."""
@@ -357,12 +417,37 @@ def as_uuid(value: Any) -> UUID:
         raise InvalidOptions(f"{shown} is not a task id (a UUID)") from None
 
 
-def _read_id(task: NewTask, found: Any, *, existed: bool) -> TaskId:
+def _read_id(task: NewTask, found: Any) -> TaskId:
     """A submit that met its own row, after an unknown commit, has not met an earlier task."""
-    if not existed:
-        return task.id
     earlier = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
     return task.id if earlier == task.id else TaskId(earlier, existed=True)
+
+
+def _as_text(values: Iterable[object]) -> list[bytes | None]:
+    """As PostgreSQL reads them: for the few types that there are."""
+    return [None if value is None else _text_of(value) for value in values]
+
+
+def _text_of(value: object) -> bytes:
+    match value:
+        case str():
+            return value.encode()
+        case UUID():
+            return b"%032x" % value.int
+        case list():
+            return _array(tuple(value))
+        case bool():
+            return b"t" if value else b"f"
+        case int() | float():
+            return repr(value).encode()
+        case _:
+            raise TypeError(f"no text is known for a {type(value).__name__}")
+
+
+@functools.lru_cache(maxsize=100)
+def _array(texts: tuple[str, ...]) -> bytes:
+    quoted = (text.replace("\\", "\\\\").replace('"', '\\"') for text in texts)
+    return ("{" + ",".join(f'"{text}"' for text in quoted) + "}").encode()
 
 
 def _read_value(rows: list[Row]) -> Any:
@@ -371,10 +456,6 @@ def _read_value(rows: list[Row]) -> Any:
 
 def _read_column(rows: list[Row]) -> list[Any]:
     return [row[0] for row in rows]
-
-
-def _read_claimed(rows: list[Row]) -> list[ClaimedTask]:
-    return [ClaimedTask.from_row(row) for row in rows]
 
 
 def _read_one(rows: list[Row]) -> Task | None:

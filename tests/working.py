@@ -103,7 +103,7 @@ class ManualWorker:
             )
 
     def claim(self, *names: str, queue: str = "default", limit: int = 10, suspects: bool = True) -> list[ClaimedTask]:
-        return self.session.run(self.statements.claim(self.id, queue, names, limit, suspects=suspects))
+        return self.session.run(self.statements.claim(self.id, queue, names, limit, suspects=suspects)).tasks
 
     def start(self, *claimed: ClaimedTask) -> list[UUID]:
         started = [(each.held.id, each.held.fencing_token, datetime.now(UTC)) for each in claimed]

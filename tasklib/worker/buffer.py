@@ -6,7 +6,6 @@ stop, or before claims were checked after a reconnect. All under one lock; runne
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -135,12 +134,12 @@ class Buffer:
 
     def take(self, *, is_coroutine: bool) -> Execution | None:
         with self._lock:
-            return self._take(is_coroutine)
+            return next(iter(self._take(is_coroutine, most=1)), None)
 
     def take_all(self) -> list[Execution]:
         """All coroutines that may start now."""
         with self._lock:
-            return list(iter(functools.partial(self._take, is_coroutine=True), None))
+            return self._take(is_coroutine=True, most=self.concurrency)
 
     def wait_and_take(self) -> Execution | None:
         """For threads. None: the buffer is closed."""
@@ -148,9 +147,8 @@ class Buffer:
             self._idle_threads += 1
             try:
                 while self._is_open:
-                    execution = self._take(is_coroutine=False)
-                    if execution is not None:
-                        return execution
+                    if taken := self._take(is_coroutine=False, most=1):
+                        return taken[0]
                     self._changed.wait()
             finally:
                 self._idle_threads -= 1
@@ -276,19 +274,20 @@ class Buffer:
             self._changed.notify_all()
         return after
 
-    def _take(self, is_coroutine: bool) -> Execution | None:
+    def _take(self, is_coroutine: bool, most: int) -> list[Execution]:
+        """Whether they may start is asked once for all of them: nothing changes that while the lock is held."""
         if not self._may_take or not self._may_start():
-            return None
-        if self._admitted[is_coroutine]:
-            return self._admitted[is_coroutine].popleft()
-        lane = self._waiting[is_coroutine]
-        if not lane or len(self._executing) >= self.concurrency or self._suspect_executes() or self._suspect_is_next():
-            return None
-        execution = lane.popleft()
-        self._executing[execution] = None
-        self._is_stuck = False
-        self._last_take = time.monotonic()
-        return execution
+            return []
+        admitted, lane = self._admitted[is_coroutine], self._waiting[is_coroutine]
+        taken = [admitted.popleft() for _ in range(min(len(admitted), most))]
+        free = min(most - len(taken), len(lane), self.concurrency - len(self._executing))
+        if free > 0 and not self._suspect_executes() and not self._suspect_is_next():
+            started = [lane.popleft() for _ in range(free)]
+            self._executing.update(dict.fromkeys(started))
+            self._is_stuck = False
+            self._last_take = time.monotonic()
+            taken += started
+        return taken
 
     def _suspect_executes(self) -> bool:
         return len(self._executing) == 1 and next(iter(self._executing)).task.suspect

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from tasklib.log import log
+from tasklib.options import DEFAULT_QUEUE
 from tasklib.outcomes import Expired, Interrupted, StopInterrupt
 from tasklib.worker.buffer import HOARD_SECONDS
 from tasklib.worker.execution import Execution
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tasklib.duties.promoter import Promoter
     from tasklib.outcomes import Outcome
     from tasklib.registry import Registry
-    from tasklib.statements import ClaimedTask, Row, WorkerStatements
+    from tasklib.statements import Claim, ClaimedTask, Place, Row, WorkerStatements
     from tasklib.task import TaskFunction
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
 SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
 NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
-CLAIM_LIMIT = 1_000
+CLAIM_LIMIT = 500  # of a larger one the tasks come too late for who has run what he had
 BUSY_SECONDS = 0.05  # of work without a break: then nobody needs to ring
 BREAK_SECONDS = 0.001  # of sleep
 NAP_SECONDS = 0.001  # between two looks while every look finds something, and nobody rings
+FLOOR_SECONDS = 1.0  # what was submitted before it may be overlooked for so long
+FLOOR_MARGIN_SECONDS = 0.001  # a date is no exact number
 LATE_COMMIT_SECONDS = 10.0  # a claim that was given up may still commit: it is looked for once more
 
 
@@ -60,12 +63,14 @@ class Menu:
         return self._names if self._names is not None else sorted(each.name for each in self._registry)
 
     def likely_queues(self) -> list[str]:
-        """The given ones; else those of the functions, and those in which something was found."""
+        """The given ones; else those of the functions, and those in which something was found. At least one: a worker
+        of no functions promotes all the same, and it is a claim that says what is due.
+        """
         if self.queues is not None:
             return self.queues
         names = set(self.names())
         own = (each.task_options.queue for each in self._registry if each.name in names)
-        return list(dict.fromkeys([*own, *self._found]))
+        return list(dict.fromkeys([*own, *self._found])) or [DEFAULT_QUEUE]
 
     def found(self, queues: Iterable[str]) -> list[str]:
         """Those that were not thought of. Only the last few are kept in mind: their number is the users' to choose."""
@@ -95,6 +100,32 @@ class Menu:
 def is_async(function: Callable[..., object]) -> bool:
     """Also an object whose `__call__` is."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class Floors:
+    """Where the next claim of a queue may begin: a hint, for as long as claims come back full. A task that is given
+    back, committed late, or of a lower priority may lie below it: after one that came back short, a look without it.
+    """
+
+    def __init__(self) -> None:
+        self._floors: dict[str, Place] = {}
+        self._forget_at = 0.0
+
+    def of(self, queue: str) -> Place | None:
+        if time.monotonic() >= self._forget_at:
+            self._floors.clear()
+        return self._floors.get(queue)
+
+    def forget(self) -> None:
+        self._floors.clear()
+
+    def note(self, queue: str, claim: Claim) -> None:
+        if claim.is_short or claim.reached is None:
+            self._floors.pop(queue, None)
+            return
+        if not self._floors:
+            self._forget_at = time.monotonic() + FLOOR_SECONDS
+        self._floors[queue] = claim.reached._replace(submitted=claim.reached.submitted - FLOOR_MARGIN_SECONDS)
 
 
 class Claimer:
@@ -138,6 +169,8 @@ class Claimer:
         self._asleep_since = math.inf
         self._turn = 0
         self._promote_at = 0.0
+        self._other_queues: Sequence[str] = ()
+        self._floors = Floors()
         self._compare_at = math.inf
         self._no_suspects_until = 0.0
         self._suspects_at = 0.0
@@ -181,7 +214,7 @@ class Claimer:
             self._compare_at = math.inf
         self._give_back_hoarded()
         self._start_careful()
-        if time.monotonic() >= self._promote_at and self._has_room():
+        if self._is_due() and self._has_room():
             self._was_due = self._promote()
         return self._look()
 
@@ -200,7 +233,7 @@ class Claimer:
             self._doorbell.arm()
             self._busy_since = math.inf
             is_short = self._fill()
-        if is_short and self._promote():
+        if is_short and self._is_due() and self._promote():
             self._was_due = True
             self.is_drained = False
             return 0.0
@@ -233,6 +266,8 @@ class Claimer:
 
     def _until_room(self) -> float:
         """A free slot wakes us; a slot that does not get free shows by then."""
+        if self._may_have_more and self._has_room():
+            return 0.0
         if self._doorbell.is_armed:
             if (left := self._busy_left()) > 0:
                 return left
@@ -240,6 +275,9 @@ class Claimer:
             if self._has_room():  # since before a free slot would wake us
                 return 0.0
         return HOARD_SECONDS
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._promote_at
 
     def _until_due(self) -> float:
         return max(min(self._poll_seconds, self._promote_at - time.monotonic()), 0.0)
@@ -253,55 +291,72 @@ class Claimer:
         self._doorbell.disarm()
 
     def _fill(self) -> bool:
-        """True: there was room left when the queues had no more."""
-        while self.is_open and (room := min(self._buffer.room(self._buffer_size), CLAIM_LIMIT)) > 0:
-            self._may_have_more = False
-            claimed = self._claim_from(self._menu.likely_queues(), room)
-            if claimed < room and self._menu.queues is None:
-                found = self._menu.found(self._session.run(self._statements.ready_queues()))
-                if found:  # else it would count as a look that was not open to suspects, and be repeated
-                    claimed += self._claim_from(found, room - claimed)
-            self.is_drained = claimed == 0
-            if claimed < room:
-                return True
+        """True: there was room left when the queues had no more. One claim from each: a worker that always finds
+        something has other duties too.
+        """
+        room = min(self._buffer.room(self._buffer_size), CLAIM_LIMIT) if self.is_open else 0
+        if room <= 0:
+            return False
+        self._may_have_more = False  # from before the look: a ring that comes meanwhile says otherwise
+        before = self.claimed
+        is_short = self._claim_from(self._menu.likely_queues(), room)
+        # Not from none: it would count as a look that was not open to suspects, and be repeated.
+        if is_short and (found := self._menu.found(self._other_queues)):
+            is_short = self._claim_from(found, room - (self.claimed - before))
+        self.is_drained = is_short and self.claimed == before
+        if not is_short:
             self._may_have_more = True
-            self._found = "backlog"
-        return False
+        return is_short
 
-    def _claim_from(self, queues: Sequence[str], room: int) -> int:
-        """Another queue first each time: a full one must not keep the others waiting."""
+    def _claim_from(self, queues: Sequence[str], room: int) -> bool:
+        """True: there was room left when they had no more. Another queue first each time: a full one must not keep the
+        others waiting.
+        """
         self._turn += 1
-        first = self._turn % max(len(queues), 1)
+        first = self._turn % len(queues)
         is_open_to_suspects = self._is_open_to_suspects()
-        claimed = 0
+        is_short, left = True, room
         for queue in [*queues[first:], *queues[:first]]:
-            if is_open_to_suspects and claimed < room:
-                taken = self._claim(queue, 1, suspects=True)
-                claimed += len(taken)
-                if any(task.held.suspect for task in taken):
-                    return room  # no more beside it
-                if not taken:
-                    continue
-            if claimed < room:
-                claimed += len(self._claim(queue, room - claimed, suspects=False))
-        return claimed
+            has_floor = self._floors.of(queue) is not None
+            claim = self._claim(queue, left, suspects=is_open_to_suspects and left == room, is_only=len(queues) == 1)
+            left -= len(claim.tasks)
+            is_short = is_short and claim.is_short and not has_floor
+            if left == 0 or any(task.held.suspect for task in claim.tasks):
+                return False  # no more beside a suspect
+        return is_short
 
-    def _claim(self, queue: str, limit: int, *, suspects: bool) -> list[ClaimedTask]:
-        names = self._menu.names()
-        statement = self._statements.claim(self._lease.worker_id, queue, names, limit, suspects=suspects)
+    def _claim(self, queue: str, limit: int, *, suspects: bool, is_only: bool) -> Claim:
+        likely = self._menu.likely_queues() if self._menu.queues is None else None
+        statement = self._statements.claim(
+            self._lease.worker_id, queue, self._menu.names(), limit, suspects=suspects, queues=likely,
+            floor=self._floors.of(queue),
+        )  # fmt: skip
         asked_at = time.monotonic()
         try:
-            tasks = self._session.run(statement)
+            claim = self._session.run(statement)
         except psycopg.Error:
             self._is_checked = False  # it may have been done all the same, or may still be
             self._compare_at = time.monotonic() + LATE_COMMIT_SECONDS
             raise
-        self._tally.claimed(queue, tasks, self._found, time.monotonic() - asked_at)
-        if tasks:
-            self._clock.set(tasks[0].claimed_by_clock, asked_at)
-            self._add(tasks)
-            self.claimed += len(tasks)
-        return tasks
+        seconds = time.monotonic() - asked_at
+        if claim.tasks:
+            self._clock.set(claim.answered_at, asked_at)
+            # Before they can end: whoever is idle then looks for those that were left.
+            self._left_suspects = self._left_suspects or claim.left_suspects or not is_only
+            self._add(claim.tasks)
+            self.claimed += len(claim.tasks)
+        self._tally.claimed(queue, claim.tasks, self._found, seconds)
+        self._other_queues = claim.other_queues
+        self._floors.note(queue, claim)
+        self._note_due(claim)
+        return claim
+
+    def _note_due(self, claim: Claim) -> None:
+        """A claim that came back full says nothing of it: who always has work asks as often as who polls."""
+        if not claim.is_short:
+            self._promote_at = min(self._promote_at, time.monotonic() + self._poll_seconds)
+        else:
+            self._promote_at = time.monotonic() + (math.inf if claim.due_seconds is None else claim.due_seconds)
 
     def _is_open_to_suspects(self) -> bool:
         """One at a time, by who has nothing else to do; now and then also by who has, or under a steady load nobody
@@ -325,6 +380,8 @@ class Claimer:
 
     def _promote(self) -> bool:
         promotion = self._promoter.promote()
+        if promotion.promoted:
+            self._floors.forget()  # they were submitted long ago
         next_due = promotion.next_due_seconds
         wait = PROMOTE_EVERY_SECONDS if promotion.promoted else self._poll_seconds
         self._promote_at = time.monotonic() + (wait if next_due is None else min(max(next_due, 0.0), wait))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -105,7 +106,7 @@ class Finisher:
         self._written: set[Execution] = set()  # those of a batch of which others could not be written
         self._progress: dict[Execution, str] = {}  # the last word of each that has one unwritten
         self._progress_at = 0.0
-        self.is_resting = False  # until it is woken: who starts a task has to
+        self.is_resting = False  # for longer than a task may go unmarked: who starts one has to wake it
         self.on_settled: Callable[[], None] = lambda: None
 
     def add(self, execution: Execution, settlement: Settlement, moment: float, reading: Reading) -> None:
@@ -285,13 +286,15 @@ class Finisher:
                     self._progress.pop(each, None)
 
     def _next_round(self) -> float | None:
+        self.is_resting = True
         pauses = [self._next_mark(), self._progress_at - time.monotonic() if self._progress else None]
-        known = [pause for pause in pauses if pause is not None]
-        return max(min(known), 0.001) if known else None
+        pause = max(min((each for each in pauses if each is not None), default=math.inf), 0.001)
+        if pause <= MARK_AFTER_SECONDS:
+            self.is_resting = False  # by then it is early enough to see what begins meanwhile
+        return None if math.isinf(pause) else pause
 
     def _next_mark(self) -> float | None:
         """One that was taken and has not begun yet has no time to count from; who begins it wakes us."""
-        self.is_resting = True
         started = [each.started for each in self._buffer.executing() if not each.is_marked and each.has_begun]
         if not started:
             return max(self._blocked_until - time.monotonic(), 0.001) if self._blocked else None

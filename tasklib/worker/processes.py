@@ -521,10 +521,7 @@ def _typed(row: Any) -> Any:
 
 _READ: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("id", "parent_id"), UUID),
-    **dict.fromkeys(
-        ("claimed_at", "started_at", "expires_at", "cancel_asked_at", "claimed_by_clock"),
-        datetime.fromisoformat,
-    ),
+    **dict.fromkeys(("claimed_at", "started_at", "expires_at", "cancel_asked_at"), datetime.fromisoformat),
 }
 _KINDS = {kind.__name__: kind for kind in (Completed, Failed, TimedOut, Snoozed, Cancelled, Interrupted)}
 

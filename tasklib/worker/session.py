@@ -21,7 +21,7 @@ from tasklib.connection import (
     is_connection_lost,
     is_passing_conflict,
     meet,
-    send,
+    send_alone,
     worker_connection_string,
 )
 from tasklib.log import log
@@ -111,7 +111,7 @@ class Session:
     def _send(self, conn: BoundedConnection, statement: Statement[T]) -> T:
         conn.deadline = time.monotonic() + self._timeout_seconds
         try:
-            return self._send_pooled(conn, statement) if conn.is_pooled else send(conn, [statement])[0]
+            return self._send_pooled(conn, statement) if conn.is_pooled else send_alone(conn, statement)
         except psycopg.Error as error:
             if conn.closed or is_connection_lost(error) or error.sqlstate in _LOST_PREPARED:
                 self.close()

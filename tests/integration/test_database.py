@@ -19,7 +19,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import tasklib
-from tasklib import embedded, migrate
+from tasklib import connection, embedded, migrate
 from tests.proxy import CuttingProxy
 from tests.raw_sql import literal
 from tests.waiting import wait_until
@@ -456,3 +456,68 @@ def test_a_serialization_failure_is_tried_again(tmp_path: Path, database_url: st
             holder.commit()
             found = waiting.result(timeout=20)
     assert (found, found.existed) == (first, True)
+
+
+@pytest.mark.direct("prepares statements for the whole session")
+async def test_a_submit_that_was_cancelled_while_it_was_prepared_spoils_no_connection(
+    config: tasklib.Config, conn: Conn, task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have prepared it all the same: the next submit prepares its own."""
+    really = connection._rows
+    answers = []
+
+    def read(*args: Any) -> Any:
+        answers.append(args)
+        if len(answers) == 1:
+            raise asyncio.CancelledError  # the server has prepared it, and nobody takes note of that
+        return really(*args)
+
+    monkeypatch.setattr(connection, "_rows", read)
+    async with tasklib.AsyncClient(config) as client:
+        with pytest.raises(asyncio.CancelledError):
+            await client.submit(task.new(1))
+        for n in range(3):
+            await client.submit(task.new(n))
+    assert count_tasks(conn) == 3
+
+
+REFUSE_AT_COMMIT = """
+create function refuse() returns trigger language plpgsql as $$
+begin raise exception 'not today' using errcode = '23514'; end $$;
+create constraint trigger refuse after insert on tasklib.tasks deferrable initially deferred
+    for each row execute function refuse()
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_the_commit_refuses_is_told_in_our_words(new_database: NewDatabase, task: Any, kind: str) -> None:
+    """The statement itself has succeeded by then: its rows come first, and the error after them."""
+    config = tasklib.Config(new_database())
+    migrate.migrate(config)
+
+    async def submit() -> None:
+        async with tasklib.AsyncClient(config) as client:
+            await client.submit(task.new(1))
+
+    with psycopg.connect(config.database_url, autocommit=True) as conn, tasklib.Client(config) as client:
+        conn.execute(literal(REFUSE_AT_COMMIT))
+        with pytest.raises(tasklib.InvalidOptions, match="not today"):
+            client.submit(task.new(1)) if kind == "sync" else asyncio.run(submit())
+        conn.execute("drop trigger refuse on tasklib.tasks")
+        client.submit(task.new(1))
+        assert count_tasks(conn) == 1
+
+
+@pytest.mark.direct("prepares statements for the whole session")
+def test_a_statement_that_somebody_has_deallocated_is_prepared_anew(
+    config: tasklib.Config, conn: Conn, task: Any
+) -> None:
+    """One submit fails, and the next one does not."""
+    with tasklib.Client(config) as client:
+        client.submit(task.new(1))
+        with client.database._pools().sync_pool().connection() as own:
+            own.execute("deallocate all")
+        with pytest.raises(tasklib.DatabaseError):
+            client.submit(task.new(2))
+        client.submit(task.new(3))
+    assert count_tasks(conn) == 2

@@ -443,6 +443,25 @@ def test_a_child_is_submitted_with_the_work(
     assert [task.parent_id for task in client.list_tasks(name="child")] == [parent_id]
 
 
+def test_children_may_be_submitted_from_several_threads(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn
+) -> None:
+    """On the task's own connection they go one after the other, and are committed with it."""
+    child = tasklib.task(name="child")(lambda: None)
+
+    @tasklib.task(max_retries=0)
+    def parent() -> None:
+        own = tasklib.current_task().connection
+        with ThreadPoolExecutor(4) as pool:
+            for each in [pool.submit(client.submit, child.new(), connection=own) for _ in range(12)]:
+                each.result()
+
+    task_id = client.submit_task(parent)
+    tasklib.TaskWorker(config, tasks=[parent]).run_until_empty_sync()
+    assert get(client, task_id).error is None
+    assert conn.execute("select count(*) from tasklib.tasks where name = 'child'").fetchone() == (12,)
+
+
 def test_the_connection_ends_with_the_task(client: tasklib.Client, config: tasklib.Config) -> None:
     """What a task left running finds a closed door."""
     kept: list[tasklib.CurrentTask] = []

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from tasklib.statements import ClaimedTask
+    from tasklib.statements import Claim, ClaimedTask
 
 LEASE = 0.3
 
@@ -124,6 +124,57 @@ def test_a_claim_takes_what_is_still_ready(
     a.finish(claimed)
     assert b.claim("job") == []
     assert get(client, task_id).fencing_token == 1
+
+
+# --- what a claim says ---
+
+
+def test_a_suspect_at_the_head_is_claimed_alone(
+    client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
+) -> None:
+    """And what waits behind it is left to others, unlocked."""
+    suspect, *others = client.submit_many([job.new() for _ in range(3)])
+    conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
+    assert [task.held.id for task in workers("a").claim("job")] == [suspect]
+    assert [task.held.id for task in workers("b").claim("job")] == others
+
+
+def test_a_claim_that_left_suspects_behind_is_not_short(
+    client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
+) -> None:
+    """There may be more behind them: who took it for the last would sleep."""
+    first, suspect, *others = client.submit_many([job.new() for _ in range(6)])
+    conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
+    worker = workers("a")
+    claim = worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 3, suspects=True))
+    assert ([task.held.id for task in claim.tasks], claim.is_short) == ([first, others[0]], False)
+    claim = worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 4, suspects=False))
+    assert ([task.held.id for task in claim.tasks], claim.is_short) == (others[1:], True)
+
+
+def test_a_short_claim_says_what_a_sleeper_has_to_know(
+    client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any
+) -> None:
+    """When the next task is due, and which other queues have any; one that came back full is followed by another."""
+    for delay in (60, 30, 90):
+        client.submit_task(job, delay_seconds=delay)
+    for queue in ("mail", "known", "video"):
+        client.submit_task(job, queue=queue)
+    client.submit_task(job)
+    worker = workers("a")
+
+    def claim(limit: int, queues: list[str] | None) -> Claim:
+        return worker.session.run(
+            worker.statements.claim(worker.id, "default", ["job"], limit, suspects=True, queues=queues)
+        )
+
+    full = claim(1, ["default", "known"])
+    assert (len(full.tasks), full.is_short, full.due_seconds, full.other_queues) == (1, False, None, ())
+    empty = claim(1, ["default", "known"])
+    assert (empty.tasks, empty.is_short, empty.other_queues) == ([], True, ["mail", "video"])
+    assert empty.due_seconds is not None
+    assert 20 < empty.due_seconds <= 30
+    assert claim(1, None).other_queues == ()
 
 
 # --- claimer against reaper ---
@@ -498,7 +549,7 @@ def test_a_claim_whose_answer_was_lost_is_given_back(
 
     def lose(self: Session, conn: Any, statement: Any) -> Any:
         answer = really(self, conn, statement)
-        if "insert into tasklib.claims" in statement.sql and answer and not lost.is_set():
+        if "insert into tasklib.claims" in statement.sql and answer.tasks and not lost.is_set():
             lost.set()
             raise psycopg.OperationalError("the answer was lost")
         return answer

@@ -23,7 +23,9 @@ import structlog
 import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.promoter import Promoter
+from tasklib.statements import Place
 from tasklib.worker import buffer, hooks
+from tasklib.worker.claimer import Claimer
 from tasklib.worker.execution import Execution
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until
@@ -700,6 +702,60 @@ def test_one_line_ends_an_attempt_and_never_holds_arguments(
 # --- order, queues, the buffer ---
 
 
+def test_older_tasks_of_a_lower_priority_are_found_behind_newer_ones(
+    client: tasklib.Client, config: tasklib.Config
+) -> None:
+    """Claims that come back full begin where the last one ended; before it stops or sleeps, a worker looks below."""
+    ran: list[str] = []
+
+    @tasklib.task
+    def note(what: str) -> None:
+        ran.append(what)
+
+    client.submit_many([note.new(what="older") for _ in range(25)])
+    client.submit_many([note.options(priority=5).new(what="newer") for _ in range(50)])
+    TaskWorker(config, concurrency=1, buffer_size=4).run_until_empty_sync()
+    assert ran == ["newer"] * 50 + ["older"] * 25
+    client.submit_many([note.new(what="older") for _ in range(25)])
+    client.submit_many([note.options(priority=5).new(what="newer") for _ in range(50)])
+    with running(config, concurrency=10, buffer_size=0, poll_interval_seconds=30):
+        wait_until(lambda: len(ran) == 150, "all of them", seconds=10)
+
+
+def test_a_claim_begins_at_its_floor(client: tasklib.Client, config: tasklib.Config) -> None:
+    """What was submitted before it, or has a lower priority, is passed over; what has its very moment is not."""
+    note = tasklib.task(name="note")(lambda: None)
+    client.submit_many([note.new() for _ in range(3)])
+    worker = ManualWorker(config, "w")
+    first = worker.session.run(worker.statements.claim(worker.id, "default", ["note"], 1, suspects=False))
+    assert first.reached is not None
+
+    def count(later: float, priority: int) -> int:
+        assert first.reached is not None
+        floor = Place(first.reached.submitted + later, priority)
+        claim = worker.statements.claim(worker.id, "default", ["note"], 2, suspects=False, floor=floor)
+        return len(worker.session.run(claim).tasks)
+
+    assert count(3600, 0) == 0
+    assert count(-0.001, 1) == 0
+    assert count(-0.001, 0) == 2
+    worker.close()
+
+
+def test_a_worker_of_all_queues_finds_new_ones(client: tasklib.Client, config: tasklib.Config) -> None:
+    """Also those that no function of its names, and that had nothing in them before."""
+    ran: list[str] = []
+
+    @tasklib.task
+    def note(where: str) -> None:
+        ran.append(where)
+
+    for queue in ("somewhere", "elsewhere", "default"):
+        client.submit_task(note, where=queue, queue=queue)
+    TaskWorker(config).run_until_empty_sync()
+    assert sorted(ran) == ["default", "elsewhere", "somewhere"]
+
+
 def test_only_the_given_queues_and_tasks(client: tasklib.Client, config: tasklib.Config) -> None:
     """queues= and tasks= bound what a worker takes."""
     a, b = (tasklib.task(name=name)(lambda: None) for name in "ab")
@@ -811,6 +867,28 @@ def test_a_suspect_does_not_keep_others_waiting_behind_it(
 
 
 @pytest.mark.direct("polls once a minute, and hears of work")
+@pytest.mark.parametrize("queues", [("a", "a"), ("a", "b"), ("b", "a")])
+def test_a_suspect_that_was_left_for_another_task_does_not_wait_for_the_poll(
+    client: tasklib.Client, conn: Conn, config: tasklib.Config, queues: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the other task has ended before its claimer goes on."""
+    really = Claimer._add
+
+    def add(self: Claimer, tasks: Any) -> None:
+        really(self, tasks)
+        wait_until(self._buffer.is_idle, "what was claimed has been settled", seconds=5)
+
+    quick = tasklib.task(name="quick")(lambda: None)
+    with running(config, concurrency=4, poll_interval_seconds=30, queues=["a", "b"]):
+        wait_final(client, client.submit_task(quick, queue="a"))
+        monkeypatch.setattr(Claimer, "_add", add)
+        with conn.transaction():
+            other, suspect = (client.submit_task(quick, queue=queue, connection=conn) for queue in queues)
+            conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
+        for task_id in (other, suspect):
+            assert wait_final(client, task_id, seconds=10).state == "completed"
+
+
 def test_suspects_run_as_soon_as_the_worker_is_idle(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
     """Those that it left alone while it was busy, and one after the other. They do not wait for the poll."""
     began, release = threading.Event(), threading.Event()
@@ -929,6 +1007,51 @@ def test_polling_alone_is_enough(client: tasklib.Client, config: tasklib.Config)
     with running(config, listen=False, poll_interval_seconds=0.05):
         client.submit_task("job", delay_seconds=0.2)
         assert ran.wait(5)
+
+
+def test_a_delayed_task_is_not_late_where_claims_are_slower_than_tasks(
+    client: tasklib.Client, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is always room for more, and always more to claim: in between the worker does what else it has to."""
+    order: list[str] = []
+    really = Claimer._claim
+
+    def slow(self: Claimer, *args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return really(self, *args, **options)
+
+    @tasklib.task
+    async def note(what: str) -> None:
+        order.append(what)
+
+    monkeypatch.setattr(Claimer, "_claim", slow)
+    client.submit_many([note.new(what="other") for _ in range(15_000)])
+    with running(config, concurrency=100, poll_interval_seconds=0.1, duties=False):
+        wait_until(lambda: len(order) > 500, "the worker is under way")
+        client.submit_task(note, what="delayed", delay_seconds=0.1, priority=5)
+        wait_until(lambda: "delayed" in order, "the delayed one")
+        assert order.count("other") < 12_000
+
+
+def test_a_delayed_task_is_not_forgotten_by_who_always_has_work(client: tasklib.Client, config: tasklib.Config) -> None:
+    """It was idle, and knew of nothing that was to become due; since then every claim has come back full."""
+    order: list[str] = []
+
+    @tasklib.task
+    def note(what: str, seconds: float = 0.0) -> None:
+        order.append(what)
+        time.sleep(seconds)
+
+    with running(config, poll_interval_seconds=0.2) as worker:
+        client.submit_task(note, what="first")
+        wait_until(lambda: order == ["first"], "the worker has nothing to do")
+        assert worker._crew is not None
+        claimer = worker._crew.claimer
+        wait_until(lambda: claimer._promote_at == math.inf, "it knows of nothing that is due")
+        client.submit_many([note.new(what="other", seconds=0.01) for _ in range(400)])
+        client.submit_task(note, what="delayed", delay_seconds=0.3, priority=5)
+        wait_until(lambda: "delayed" in order, "the delayed one")
+        assert order.count("other") < 300
 
 
 @pytest.mark.parametrize("listen", [True, False])

@@ -42,7 +42,7 @@ def execution(
         None, None, None,
     )  # fmt: skip
     return Execution(
-        ClaimedTask(held, "{}", "{}", "{}", None, True, str(held.id), NOW, claim_id), None, is_coroutine=is_coroutine
+        ClaimedTask(held, "{}", "{}", "{}", None, True, str(held.id), 0.0, claim_id), None, is_coroutine=is_coroutine
     )
 
 

@@ -69,7 +69,7 @@ claimed = st.builds(
     parent_id=st.none() | st.uuids(),
     store_result=st.booleans(),
     id_text=texts,
-    claimed_by_clock=moments,
+    waited_seconds=st.floats(0, 1e9),
     claim_id=st.integers(1, 2**63 - 1),
 )
 

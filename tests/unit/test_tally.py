@@ -26,7 +26,7 @@ def held(name: str = "mail", queue: str = "default", **changes: Any) -> HeldTask
 
 
 def claimed(task: HeldTask, waited_seconds: float) -> ClaimedTask:
-    return ClaimedTask(task, "{}", "{}", "{}", None, True, str(task.id), NOW, 1, waited_seconds)
+    return ClaimedTask(task, "{}", "{}", "{}", None, True, str(task.id), waited_seconds, 1)
 
 
 def done(outcome: AttemptOutcome | None = "COMPLETED", state: State = State.COMPLETED, **more: Any) -> Settlement:
