@@ -16,6 +16,7 @@ python3 dev.py bench      how fast it is, beside other queues and beside SQL by 
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py acceptance the acceptance tests, with the long ones that `test` leaves out: containers, all of the bench
 python3 dev.py states     write the diagram in docs/states.md anew from tasklib/states.py
+python3 dev.py metrics    write the table in docs/metrics.md anew from the daemon's metrics.py
 python3 dev.py schema     write tasklib/sql/schema.sql anew from a migrated database
 python3 dev.py dashboards write grafana/dashboards anew from the descriptions beside them
 python3 dev.py manifests  write the manifests anew that are made from the files of grafana/
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
         "states": lambda options: run_in_venv("-m", "tests.states_diagram", *options),
         "dashboards": lambda options: run_in_venv("-m", "grafana.build", *options),
         "manifests": lambda options: run_in_venv("-m", "tests.manifests", *options),
+        "metrics": lambda options: run_in_venv("-m", "tests.metrics_table", *options),
         "schema": lambda options: run_in_venv("tests/snapshot.py", "--write", *options),
     }
     if command not in commands:
@@ -186,7 +188,7 @@ def test_on_15() -> int:
         "test_testing.py", "test_hostile_code.py", "test_cli.py", "test_exactly_once_races.py", "test_isolation.py",
         "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
         "test_daemon_sdnotify.py", "test_daemon_keeper.py", "test_doctor.py", "test_outages.py", "test_results.py",
-        "test_current_task.py", "test_arguments_roundtrip.py", "test_budget.py", "test_kubernetes_scaler.py",
+        "test_current_task.py", "test_arguments_roundtrip.py", "test_budget.py", "test_kubernetes_*.py",
         "test_worker.py", "test_exactly_once.py", "test_daemon_election.py",
     )  # fmt: skip
     suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]

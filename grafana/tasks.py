@@ -173,14 +173,15 @@ TASKS = Row("Tasks", [
     ),
     graph(
         "Suspects",
-        "Tasks that executed when their worker died, in the last hour. They run alone the next time.",
-        Query("sum by (task) (increase(tasklib_tasks_suspected_total{@task}[1h]))", "{{task}}"),
+        "Tasks that executed when their worker died, in the last hour: the ten with most. They run alone next time.",
+        Query("topk(10, sum by (task) (increase(tasklib_tasks_suspected_total{@task}[1h])))", "{{task}}"),
         unit="short", alerts=["TasklibTasksLost"],
     ),
     graph(
         "Buried",
-        "Tasks that killed their workers while alone, again and again, since the daemons started. Kept for a person.",
-        Query("sum by (task) (tasklib_tasks_buried_total{@task})", "{{task}}"),
+        "Tasks that killed their workers while alone, again and again, since the daemons started: the ten with most. "
+        "Kept for a person.",
+        Query("topk(10, sum by (task) (tasklib_tasks_buried_total{@task}))", "{{task}}"),
         unit="short", alerts=["TasklibBuriedGrowing"],
     ),
     graph(

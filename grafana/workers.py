@@ -200,9 +200,11 @@ STATEMENTS = Row("Claims, finishes, notifications", [
     ),
     graph(
         "Errors by loop",
-        "Rounds that failed, in a second: outage (no connection), refused (by the server), bug (of ours).",
+        "Rounds that failed, in a second, of the ten loops with most: outage (no connection), refused (by the server), "
+        "bug (of ours).",
         Query(
-            "sum by (process, loop, kind) (rate(tasklib_database_errors_total{@instance}[$__rate_interval]))",
+            "topk(10, sum by (process, loop, kind)"
+            " (rate(tasklib_database_errors_total{@instance}[$__rate_interval])))",
             "{{process}} {{loop}} {{kind}}",
         ),
         unit="ops", alerts=["TasklibDbErrors", "TasklibDatabaseDown"],

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tasklib.worker.session import Session
 
 WORKER_LOOPS = ("claim", "finish", "lease", "duties")
+KEEPER_LOOPS = ("duties", "crashes", "history", "listen", "gauges")  # of a daemon: once, for all of its workers
 
 
 class Budget(NamedTuple):
@@ -41,6 +42,13 @@ def connection_budget(config: Config, *, concurrency: int = 0, listen: bool = Tr
         clients=config.pool_size * (1 + event_loops),
         waiter=1,
     )
+
+
+def daemon_budget(config: Config, *, workers: int, concurrency: int) -> Budget:
+    """Of all processes of a daemon. Its keeper has the duties, and listens, for the workers: they have three loops."""
+    one = connection_budget(config, concurrency=concurrency, listen=False)
+    together = Budget(*(workers * each for each in one._replace(worker=one.worker - 1)))
+    return together._replace(listener=len(KEEPER_LOOPS))
 
 
 class BudgetCheck:

@@ -8,7 +8,9 @@ those of `doctor` are what monitoring expects.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import traceback
 from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -245,13 +247,28 @@ def doctor(
         except InvalidConfig as error:
             typer.echo(f"UNKNOWN: {error}", err=True)
             raise typer.Exit(UNKNOWN_EXIT_CODE) from None
+        except Exception as error:  # noqa: BLE001 - a bug of ours: Python's exit code for it would mean a warning
+            typer.echo(f"UNKNOWN: {type(error).__name__}, which is a bug of tasklib", err=True)
+            traceback.print_exc()
+            raise typer.Exit(UNKNOWN_EXIT_CODE) from None
     severity = worst(found)
-    if as_json:
-        findings = [each.to_dict() for each in found]
-        typer.echo(_json({"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}))
-    else:
-        _print_findings(found, severity)
+    findings = [each.to_dict() for each in found]
+    told = {"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}
+    with _whoever_reads_it():
+        typer.echo(_json(told) if as_json else _findings_text(found, severity))
     raise typer.Exit(EXIT_CODES[severity])
+
+
+@contextlib.contextmanager
+def _whoever_reads_it() -> Iterator[None]:
+    """The exit code says what was found, also if nobody can be told: `tasklib doctor | head -1`, a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"tasklib: what was found cannot be written: {error.strerror}", err=True)
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in a buffer, when Python ends
+        os.dup2(nowhere, sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -265,7 +282,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda check: status.update(f"looking at {check}")
 
 
-def _print_findings(found: Sequence[Finding], severity: Severity) -> None:
+def _findings_text(found: Sequence[Finding], severity: Severity) -> str:
     """The first line says it all: monitoring systems show no other. Then the worst first."""
     by_rank = sorted(found, key=lambda each: -each.severity.rank)
     counts = Counter(each.severity for each in by_rank)
@@ -273,12 +290,14 @@ def _print_findings(found: Sequence[Finding], severity: Severity) -> None:
     word = ("OK", "WARNING", "CRITICAL")[EXIT_CODES[severity]]
     first = f"{word}: {by_rank[0].check}: {_printable(by_rank[0].summary)}" if word != "OK" else word
     console = Console(soft_wrap=True, highlight=False)
-    console.print(Text(f"{first} ({shown})", style=SEVERITY_STYLES[severity]))
-    for finding in by_rank:
-        line = Text(f"{finding.severity:<9}", style=SEVERITY_STYLES[finding.severity])
-        console.print(line + f"{finding.check:<15}{_printable(finding.summary)}")
-        if finding.remedy:
-            console.print(Text(f"{'':<24}-> {_printable(finding.remedy)}"))
+    with console.capture() as text:
+        console.print(Text(f"{first} ({shown})", style=SEVERITY_STYLES[severity]))
+        for finding in by_rank:
+            line = Text(f"{finding.severity:<9}", style=SEVERITY_STYLES[finding.severity])
+            console.print(line + f"{finding.check:<15}{_printable(finding.summary)}")
+            if finding.remedy:
+                console.print(Text(f"{'':<24}-> {_printable(finding.remedy)}"))
+    return text.get().removesuffix("\n")
 
 
 def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -68,16 +69,30 @@ class Config:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """TASKLIB_DATABASE_URL, else DATABASE_URL, else libpq's own PG* variables; TASKLIB_LISTEN_DATABASE_URL;
-        TASKLIB_SCHEMA.
+        """TASKLIB_DATABASE_URL, else the credential database_url, else DATABASE_URL, else libpq's own PG* variables;
+        TASKLIB_LISTEN_DATABASE_URL, else the credential; TASKLIB_SCHEMA. A credential is a file in the directory that
+        CREDENTIALS_DIRECTORY names, as for the daemon: beside one, commands find the same database.
         """
-        url = environment.get("TASKLIB_DATABASE_URL") or environment.get("DATABASE_URL") or ""
+        url = _given(environment, "database_url") or environment.get("DATABASE_URL") or ""
         if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
             raise InvalidConfig(
                 "no database is configured: set DATABASE_URL (postgresql://user@host/database) or libpq's PG* variables"
             )
         return cls(
             database_url=url,
-            listen_database_url=environment.get("TASKLIB_LISTEN_DATABASE_URL") or None,
+            listen_database_url=_given(environment, "listen_database_url") or None,
             schema=environment.get("TASKLIB_SCHEMA", "tasklib"),
         )
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    """By our own variable, else by a credential; "" if by neither."""
+    directory = environment.get("CREDENTIALS_DIRECTORY")
+    if (given := environment.get(f"TASKLIB_{name.upper()}")) or not directory:
+        return given or ""
+    try:
+        return Path(directory, name).read_text("utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"the credential {name} in {directory} cannot be read: {type(error).__name__}") from None

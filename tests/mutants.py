@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("tasklib", "daemon", "tests", "examples", "systemd", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (
+    "tasklib",
+    "daemon",
+    "tests",
+    "examples",
+    "systemd",
+    "kubernetes",
+    "grafana",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 SECONDS = 150  # a test that hangs without its guard has gone red too
 TESTS_FAILED = 1  # pytest's exit code; anything else (no such test, wrong usage) is a mistake in the list
 

@@ -25,7 +25,7 @@ UNITS = "/etc/systemd/system"
 TARGETS = ("sysinit", "basic", "multi-user", "network-online", "shutdown", "umount", "final", "exit")
 
 # The interpreter may lie where a service must not look (ProtectHome=): it is shown below /opt too. Mounts are shared,
-# as on any host: credentials need it.
+# as on any host: credentials need it. A /tmp of its own: commands look there for daemons.
 _SCRIPT = f"""
 mount -t proc proc /proc
 mount --bind -o ro /proc/sys /proc/sys
@@ -40,14 +40,19 @@ rm -rf {UNITS}
 mkdir -p /run/lock {UNITS} /opt/python /opt/site /opt/src/tests /opt/tasklib/bin
 mount --bind -o ro "$PYTHON" /opt/python
 mount --bind -o ro "$SITE" /opt/site
-cp -r "$ROOT/tasklib" "$ROOT/daemon" /opt/src
+cp -r "$ROOT/tasklib" "$ROOT/daemon" "$ROOT/systemd" /opt/src
 cp -r "$ROOT/tests/daemon_app" /opt/src/tests
 printf '#!/bin/sh\\nexec /opt/python/bin/%s -m tasklib_daemon "$@"\\n' "$PROGRAM" >/opt/tasklib/bin/tasklibd
+printf '#!/bin/sh\\nexec /opt/python/bin/%s -c "from tasklib.cli import main; main()" "$@"\\n' "$PROGRAM" \\
+    >/opt/tasklib/bin/tasklib
 chmod -R a+rX /opt/src /opt/tasklib
-chmod +x /opt/tasklib/bin/tasklibd
+chmod +x /opt/tasklib/bin/tasklib /opt/tasklib/bin/tasklibd
 for name in {" ".join(TARGETS)}; do
     printf '[Unit]\\nDefaultDependencies=no\\n' >"{UNITS}/$name.target"
 done
+mkdir "$STAGE/keys"
+mount --bind "$STAGE/keys" /var/lib/systemd
+mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount --make-rshared /
 export container=test SYSTEMD_UNIT_PATH={UNITS} SYSTEMD_GENERATOR_PATH=/none
 exec {SYSTEMD} --system --unit=multi-user.target --log-target=console --show-status=no

@@ -43,6 +43,7 @@ BACKENDS_SECONDS = 2.0  # how long they are waited for
 AFTER_FAILURE_SECONDS = 1.0
 MOST_FAILURES = 10  # then the reaper has to do it, when the lease has run out
 _LONGEST_APPLICATION_NAME = 63
+_OF_RECOVERERS = frozenset({"WORKER_FAILURE", "LEASE_LOST"})  # written, and counted, by a keeper or a reaper
 
 
 class Executing(NamedTuple):
@@ -304,7 +305,9 @@ class Recoveries:
         self._session.run(self._statements.forget_claims(report.worker_id))
 
     def _count_written(self, case: _Case) -> None:
-        """What the worker had settled itself and was killed before it could count: its runs that nobody holds."""
+        """What the worker had settled itself and was killed before it could count: its runs that nobody holds. What a
+        reaper was quicker with is not among it, nor what a keeper had settled that died before it could say so.
+        """
         report = case.report
         runs = {(each.task_id, each.token) for each in report.executing} - case.counted
         if not report.is_counted:
@@ -312,7 +315,7 @@ class Recoveries:
         if not runs:
             return
         for each in self._session.run(self._statements.written([task_id for task_id, _ in runs], report.worker_id)):
-            if (each.task_id, each.token) in runs:
+            if (each.task_id, each.token) in runs and each.outcome not in _OF_RECOVERERS:
                 self._tally.found(each.name, each.queue, each.outcome, seconds=each.seconds, will_retry=each.will_retry)
         case.counted |= runs
 

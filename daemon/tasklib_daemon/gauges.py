@@ -110,8 +110,8 @@ class Gauges:
 
 
 def of_queues(queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
-    """The longest ones; the rest together."""
-    by_length = sorted(queues, key=lambda each: each.length, reverse=True)
+    """The longest ones; the rest together, and with it one of that name: a series must not be there twice."""
+    by_length = sorted(queues, key=lambda each: (each.queue == OTHER, -each.length))
     most = MOST_NAMES["queue"]
     for each in by_length[:most]:
         yield from _of_queue(each.queue, [each])

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from tasklib.budget import Budget, BudgetCheck, connection_budget
+from tasklib.budget import BudgetCheck, daemon_budget
 from tasklib.database import Database
 from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer
@@ -108,7 +108,7 @@ class Keeper:
             "listen": Session(config, "listen"),
             "gauges": Session(config, "gauges", settings=gauges.SETTINGS),
         }
-        self._connection_budget = _budget(settings, own=len(self._sessions))
+        self._connection_budget = daemon_budget(config, workers=settings.workers, concurrency=settings.concurrency)
         duties, history = self._sessions["duties"], self._sessions["history"]
         self.election = Election(
             duties, own_statements, name="duties", holder=f"{settings.name}-{uuid4()}",
@@ -374,13 +374,6 @@ def _moment(given: str | float | None) -> datetime | None:
     if given is None or isinstance(given, str):
         return None if given is None else datetime.fromisoformat(given)
     return datetime.fromtimestamp(given, UTC)
-
-
-def _budget(settings: Settings, own: int) -> Budget:
-    """Of the whole daemon: its workers, whose duties and listening the keeper does, and the keeper."""
-    worker = connection_budget(settings.config(), concurrency=settings.concurrency, listen=False)
-    workers = Budget(*(settings.workers * each for each in worker._replace(worker=worker.worker - 1)))
-    return workers._replace(listener=own)
 
 
 def _retention(settings: Settings) -> Retention:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from tasklib.worker.tally import Amounts, Key, Process
     from tasklib_daemon.page import Page, PageView
 
-NUMBERS = 16_384
-KEY_BYTES = 512 * 1024
+# For all that the bounds let in, with the longest names: what has no room is counted nowhere, not even as `other`.
+NUMBERS = 24_576
+KEY_BYTES = 2 * 1024 * 1024
 _LENGTH = struct.Struct("=I")
 _KEYS_AT = 8
 _NUMBERS_AT = _KEYS_AT + KEY_BYTES

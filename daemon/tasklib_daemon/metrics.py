@@ -1,7 +1,7 @@
 """Every metric, named once: what it is called, what it means, its unit, and which labels it has.
 
-Labels are bounded. Names of tasks and queues are the application's, at most so many of each, and the rest is `other`;
-all other labels have few values that are ours. Never a task id, never a value of a user's.
+Labels are bounded. Names of tasks and queues are the application's, at most so many of each, and of a task beside a
+queue; the rest is `other`. All other labels have few values that are ours. Never a task id, never a value of a user's.
 
 What workers and the keeper count comes under the `word` of a metric, from their ledgers; the rest is made from the
 supervisor's status, or read from the database by the elected keeper (`is_cluster`): once for all daemons. Pure, and
@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from tasklib.worker.tally import BATCHES, SECONDS, STATEMENT_SECONDS
+from tasklib.outcomes import AttemptOutcome
+from tasklib.worker.tally import BATCHES, SECONDS, STATEMENT_SECONDS, Found
 from tasklib_daemon.plan import Cause
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 Kind = Literal["counter", "gauge", "histogram"]
 PREFIX = "tasklib_"
-MOST_NAMES = {"task": 100, "queue": 100}  # then: OTHER
+MOST_NAMES = {"task": 200, "queue": 100}  # then: OTHER
+# Of a task and its queue; then the task's queue is OTHER. A histogram is twenty series for each: with a queue for each
+# customer, twenty tasks would be two thousand pairs, and took 0.7 s to write out at every scrape.
+MOST_PAIRS = 200
+PAIR = ("task", "queue")
 OTHER = "other"
 
 
@@ -35,7 +40,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     word: str | None = None
     is_cluster: bool = False
-    values: tuple[str, ...] = ()  # of its one label, those that are told from the start
+    values: tuple[str, ...] = ()  # of its last label: all are told from the start, or as soon as the others are known
 
     @property
     def full_name(self) -> str:
@@ -45,6 +50,11 @@ class Metric:
     def size(self) -> int:
         """How many numbers it takes in a ledger."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
+
+    @property
+    def open_labels(self) -> tuple[str, ...]:
+        """Those whose values are not known beforehand."""
+        return self.labels[:-1] if self.values else self.labels
 
 
 def _counted(
@@ -74,14 +84,14 @@ CLAIMED = _counted(
     "tasks_claimed", "claimed",
     "Tasks taken from the queues, by how they were found: by a notification, by the poll, because their time had come "
     "(due), or as more of what was there (backlog).",
-    "queue", "found",
+    "queue", "found", values=get_args(Found),
 )  # fmt: skip
 STARTED = _counted("tasks_started", "started", "Attempts that began.")
 FINISHED = _counted(
     "tasks_finished", "finished",
     "Attempts that ended, by outcome, as in the view task_attempts: completed, failed, timed_out, cancelled, snoozed, "
     "interrupted, worker_failure, lease_lost.",
-    "task", "queue", "outcome",
+    "task", "queue", "outcome", values=tuple(each.lower() for each in get_args(AttemptOutcome)),
 )  # fmt: skip
 RETRIED = _counted(
     "tasks_retried", "retried", "Attempts that failed or timed out, and are to be tried again.", "task", "queue"
@@ -134,7 +144,7 @@ LOOP_ROUNDS = _counted(
 DATABASE_ERRORS = _counted(
     "database_errors", "errors",
     "Rounds of loops that failed: the database was away (outage), it refused something (refused), or it is a bug.",
-    "process", "loop", "kind", unit="errors",
+    "process", "loop", "kind", unit="errors", values=("outage", "refused", "bug"),
 )  # fmt: skip
 WORKERS_WANTED = _gauge("workers_wanted", "Workers that this daemon should have.", unit="workers")
 WORKERS = _gauge(
@@ -207,7 +217,8 @@ SUBMITTED = Metric(
 QUEUE_TASKS = _cluster(
     "queue_tasks",
     "Tasks that wait or are held: ready, scheduled for later, retrying (they wait for their next attempt), claimed, "
-    "running. Counted up to a million ready ones in each queue, and a hundred thousand of the others.",
+    "running. Counted up to a million ready ones in each queue; of all others, among the hundred thousand whose time "
+    "comes first.",
     "queue", "state", unit="tasks",
 )  # fmt: skip
 OLDEST_READY = _cluster(
@@ -231,8 +242,8 @@ DEAD_TUPLES = _cluster(
 )  # fmt: skip
 OLDEST_TRANSACTION = _cluster(
     "database_oldest_transaction_age_seconds",
-    "Age of the oldest open transaction: nothing that has died since is vacuumed. Of other roles' sessions only with "
-    "the role pg_read_all_stats.",
+    "Age of the oldest open transaction in this database: nothing that has died since is vacuumed. Of other roles' "
+    "sessions only with the role pg_read_all_stats.",
     unit="seconds",
 )  # fmt: skip
 NOTIFY_QUEUE = _cluster(
@@ -252,13 +263,20 @@ BY_NAME = {metric.name: metric for metric in ALL}
 
 
 class Bounds:
-    """Which names may be labels: the first that come, so many of each kind."""
+    """Which names may be labels: the first that come, so many of each kind, and so many tasks beside queues. What was
+    let in stays, and what was not never is: a counter's counts do not change places.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, set[str]] = {label: set() for label in MOST_NAMES}
+        self._pairs: set[tuple[str, str]] = set()
 
     def within(self, metric: Metric, labels: Iterable[str]) -> tuple[str, ...]:
-        return tuple(self._bounded(name, value) for name, value in zip(metric.labels, labels, strict=True))
+        bounded = tuple(self._bounded(name, value) for name, value in zip(metric.labels, labels, strict=True))
+        if metric.labels[:2] == PAIR:
+            task, queue, *rest = bounded
+            return (task, queue if self._is_pair_known(task, queue) else OTHER, *rest)
+        return bounded
 
     def _bounded(self, label: str, value: str) -> str:
         known = self._known.get(label)
@@ -268,3 +286,8 @@ class Bounds:
             return OTHER
         known.add(value)
         return value
+
+    def _is_pair_known(self, task: str, queue: str) -> bool:
+        if (task, queue) not in self._pairs and len(self._pairs) < MOST_PAIRS:
+            self._pairs.add((task, queue))
+        return (task, queue) in self._pairs

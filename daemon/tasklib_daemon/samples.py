@@ -12,7 +12,7 @@ from tasklib_daemon.status import State
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from tasklib.worker.tally import Amounts
+    from tasklib.worker.tally import Amounts, Key
     from tasklib_daemon.metrics import Metric
     from tasklib_daemon.status import ChildStatus, Status
 
@@ -114,15 +114,30 @@ def _of_process(role: str, child: ChildStatus) -> Iterator[Sample]:
 
 
 def _of_totals(totals: Amounts) -> Iterator[Sample]:
-    """What has no labels, or few values of one, is there from the start: a counter that appears with its first count
-    has no rate, and no alert hears of that count.
+    """What can be expected is there before its first count: a counter that appears with it has no rate, so no graph
+    shows that count, and no alert hears of it. Without labels, or with values of ours: from the start. Of a task, a
+    queue or a loop: as soon as anything is known of it.
     """
+    for word, *labels in sorted(_expected(totals) - totals.keys()):
+        yield Sample(metrics.BY_WORD[word], labels, [0.0] * metrics.BY_WORD[word].size)
     for (word, *labels), values in totals.items():
         metric = metrics.BY_WORD.get(word)
         if metric is not None and len(values) == metric.size:
             yield Sample(metric, labels, values)
-    for word, metric in metrics.BY_WORD.items():
-        for value in metric.values if metric.labels else [None]:
-            labels = [] if value is None else [value]
-            if (word, *labels) not in totals:
-                yield Sample(metric, labels, [0.0] * metric.size)
+
+
+def _expected(totals: Amounts) -> set[Key]:
+    counted = metrics.BY_WORD.values()
+    known: dict[tuple[str, ...], set[tuple[str, ...]]] = {metric.open_labels: set() for metric in counted}
+    known[()].add(())
+    for word, *labels in totals:
+        names = metrics.BY_WORD[word].labels if word in metrics.BY_WORD else ()
+        for length in range(1, len(names) + 1):
+            if names[:length] in known:
+                known[names[:length]].add(tuple(labels[:length]))
+    return {
+        (word, *labels, *last)
+        for word, metric in metrics.BY_WORD.items()
+        for labels in known[metric.open_labels]
+        for last in ([[value] for value in metric.values] or [[]])
+    }

@@ -6,6 +6,7 @@ It is made in a thread, because not all that can hang has a limit of its own: a 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from dataclasses import replace
@@ -59,6 +60,26 @@ REMEDY_UNREACHABLE = (
     "see from this host whether it runs and answers: psql with the same address; then the server's log, its disk, and "
     "the network in between"
 )
+REMEDY_ADDRESS = "correct the address, which is in TASKLIB_DATABASE_URL, DATABASE_URL or libpq's variables"
+REMEDY_REFUSED = (
+    f"the server is there, and lets nobody in by this address: {REMEDY_ADDRESS} (role, password, database), or who may "
+    f"connect, in the server's pg_hba.conf; if it is only starting, wait"
+)
+REMEDY_FULL = (
+    "all of its connections are in use: see whose, as a superuser, for whom some are kept: select usename, "
+    "application_name, count(*) from pg_stat_activity group by 1, 2 order by 3 desc; then lower pool_size, workers or "
+    "concurrency, or raise max_connections"
+)
+
+
+def _remedy(error: psycopg.Error) -> str:
+    """By the server's words. It may speak another language: then it is the first one, which is never wrong."""
+    said = str(error)
+    if re.search(r"too many (clients|connections)|connection slots", said):
+        return REMEDY_FULL
+    if isinstance(error, psycopg.ProgrammingError):
+        return REMEDY_ADDRESS
+    return REMEDY_REFUSED if "FATAL: " in said else REMEDY_UNREACHABLE
 
 
 class _Look:
@@ -86,7 +107,7 @@ class _Look:
         try:
             self._run()
         except psycopg.Error as error:
-            self._add("database", critical(" ".join(str(translate(error)).split()), REMEDY_UNREACHABLE))
+            self._add("database", critical(" ".join(str(translate(error)).split()), _remedy(error)))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
             self.error = error
 

@@ -25,6 +25,7 @@ class Limits:
     transaction_seconds: tuple[float, float] = (300.0, 3600.0)
     notify_queue_share: tuple[float, float] = (0.1, 0.5)
     connections_share: tuple[float, float] = (0.8, 0.95)
+    slot_wal_bytes: int = 10_000_000_000  # that a slot keeps for nobody
     dead_rows: int = 100_000  # and twice as many as autovacuum waits for
     unserved_seconds: float = 60.0  # a rollout is no reason to wake anybody
     stuck_seconds: float = 30.0  # a lease that ran out is noticed within 20

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psycopg import errors
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo, timeout_from_conninfo
 
 from tasklib.connection import BoundedConnection, meet, send
 from tasklib.sql import queries
@@ -83,8 +83,7 @@ class Patient:
 
 def connect(dsn: str, *, until: float) -> BoundedConnection:
     given = conninfo_to_dict(dsn)
-    asked = int(given["connect_timeout"] or 0)
-    seconds = asked if 0 < asked < CONNECT_SECONDS else CONNECT_SECONDS  # libpq takes 0 for "for ever"
+    seconds = min(timeout_from_conninfo(given), CONNECT_SECONDS)  # psycopg reads it, and refuses what is no number
     name = f"{given['application_name']}:doctor"
     conn = BoundedConnection.connect(
         make_conninfo(dsn, connect_timeout=seconds, application_name=name), autocommit=True

@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import psycopg
 
-from tasklib.budget import connection_budget
+from tasklib.budget import connection_budget, daemon_budget
 from tasklib.connection import listen_connection_string
-from tasklib.doctor.findings import Finding, ok, warning
+from tasklib.doctor.findings import Finding, note, ok, warning
 from tasklib.doctor.limits import severity_of
 from tasklib.doctor.patient import NOT_TO_BE_SEEN, connect
 from tasklib.worker.listener import listen
@@ -19,6 +19,7 @@ from tasklib.worker.listener import listen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tasklib.config import Config
     from tasklib.connection import BoundedConnection
     from tasklib.doctor.limits import Limits
     from tasklib.doctor.patient import Patient
@@ -28,6 +29,9 @@ HEAR_SECONDS = 3.0
 
 def check_pooler(patient: Patient, _limits: Limits) -> Iterator[Finding]:
     """Whether a ring is heard, by the round trip of one, as a worker's listener does it."""
+    if patient.server.is_standby:
+        yield note("a standby cannot be listened to", "see `database`")
+        return
     is_pooled, own_address = patient.conn.is_pooled, patient.config.listen_database_url is not None
     if is_pooled and not own_address:
         yield warning(
@@ -103,18 +107,25 @@ def check_connections(patient: Patient, limits: Limits) -> Iterator[Finding]:
 
 
 def _over_budget(patient: Patient, limit: int) -> Iterator[Finding]:
-    """What belongs to workers alone: who submits beside them, and with what pools, is not known here. Behind a pooler,
-    connections are the pooler's to share out.
+    """What belongs to workers and daemons alone: who submits beside them, and with what pools, is not known here.
+    Behind a pooler, connections are the pooler's to share out.
     """
-    workers = [] if patient.conn.is_pooled else patient.ask("live_workers")
-    budgets = [connection_budget(patient.config, concurrency=concurrency) for _, concurrency in workers]
-    wanted = sum(each.worker + each.listener + each.tasks for each in budgets)
+    processes = [] if patient.conn.is_pooled else patient.ask("live_processes")
+    wanted = sum(_may_open(patient.config, *process) for process in processes)
     if wanted > limit:
+        workers = sum(count for _, count, _ in processes)
         yield warning(
-            f"{len(workers)} workers may open {wanted} connections, if each of their tasks uses its own, and there are "
+            f"{workers} workers may open {wanted} connections, if each of their tasks uses its own, and there are "
             f"{limit}",
             "fewer workers or a lower concurrency; or raise max_connections of the server, which takes a restart",
-            workers=len(workers),
+            workers=workers,
             may_open=wanted,
             limit=limit,
         )
+
+
+def _may_open(config: Config, of_daemon: bool, workers: int, slots: int) -> int:
+    """Workers of one daemon share its keeper's connections; each of the others has them all."""
+    alone = connection_budget(config, concurrency=slots)
+    budget = daemon_budget(config, workers=workers, concurrency=slots) if of_daemon else alone
+    return budget.worker + budget.listener + slots

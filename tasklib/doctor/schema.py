@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, LiteralString
 from tasklib import migrate
 from tasklib.doctor.findings import critical, note, ok
 from tasklib.doctor.limits import some
+from tasklib.doctor.repairs import repairs
 from tasklib.errors import SchemaError
-from tasklib.sql import in_schema, queries, snapshot
+from tasklib.sql import queries, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ TABLE_RIGHTS = {
     "tasks": ("select", "update", "delete"),
     "attempts": ("insert",),
     "folded_attempts": ("select",),
+    "task_attempts": ("select",),
     "claims": ("select", "insert", "update", "delete"),
     "workers": ("select", "insert", "update", "delete"),
     "elections": ("select", "insert", "update"),
@@ -99,10 +101,26 @@ def check_schema(patient: Patient, _limits: Limits) -> Iterator[Finding]:
     yield ok(f"at {version:04}_{name}, as tasklib made it")
     if version == max(migration.version for migration in migrate.known_migrations()):
         yield from _drift(patient)
+    yield from _without_effect(patient)
 
 
 def _applied(schema: str) -> LiteralString:
     return queries("schema_migrations", schema)["applied"]
+
+
+def _without_effect(patient: Patient) -> Iterator[Finding]:
+    """The catalogue still shows them as they were made. What is not ours is nobody else's business."""
+    schema, ours = patient.schema, snapshot()
+    for kind, table, name in patient.ask("without_effect", patient.config.schema):
+        if not any(line.startswith(f"table {table} {kind} CREATE") and f" {name} " in line for line in ours):
+            continue
+        yield critical(
+            f"{kind} {name} of table {table} is {'off' if kind == 'trigger' else 'not valid'}: it has no effect",
+            f"alter table {schema}.{table} enable trigger {name};"
+            if kind == "trigger"
+            else f"reindex index concurrently {schema}.{name};",
+            **{"table": table, kind: name},
+        )
 
 
 def _drift(patient: Patient) -> Iterator[Finding]:
@@ -114,10 +132,9 @@ def _drift(patient: Patient) -> Iterator[Finding]:
     missing = sorted(wanted[key] for key in wanted.keys() - found.keys())
     added = sorted(found[key] for key in found.keys() - wanted.keys())
     if missing:
-        anew = in_schema("delete from tasklib.schema_migrations where version = 0;", schema)
         yield critical(
             f"the schema is not as tasklib made it; missing or changed: {some(missing)}",
-            f"put it back as it is in tasklib/sql/schema.sql; functions and triggers by: {anew} then: tasklib migrate",
+            " ".join(repairs(missing, schema)),
             missing=missing,
             added=added,
         )

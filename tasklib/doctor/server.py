@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OLDEST_POSTGRES = 150000
 CLOCK_LOOKS = 3
+OF_A_ROLE = ("user", "database", "database user", "global")  # told by name
 
 
 def check_database(patient: Patient, _limits: Limits) -> Iterator[Finding]:
@@ -97,10 +98,13 @@ def check_durability(patient: Patient, _limits: Limits) -> Iterator[Finding]:
     others = patient.ask("asynchronous_roles")
     for role, database in others:
         yield _asynchronous(role, database)
-    if settings["synchronous_commit"] == "off" and not others:
+    ((source,),) = patient.ask("source", "synchronous_commit")
+    if settings["synchronous_commit"] == "off" and source not in OF_A_ROLE:
         yield warning(
             "synchronous_commit is off: a crash of the server takes back its last commits, confirmed submits too",
-            "alter system set synchronous_commit = on; select pg_reload_conf();",
+            "take it out of `options` in the address, or out of PGOPTIONS"
+            if source == "client"
+            else "alter system set synchronous_commit = on; select pg_reload_conf();",
         )
     unlogged = [name for name, is_unlogged, *_ in patient.ask("tables", patient.config.schema) if is_unlogged]
     if unlogged:

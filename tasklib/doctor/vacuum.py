@@ -51,20 +51,27 @@ def check_transactions(patient: Patient, limits: Limits) -> Iterator[Finding]:
     for row in dated:
         if severity := severity_of(row[-1], limits.transaction_seconds):
             yield _long_transaction(severity, row)
-    for kind, name, *_ in rows:
-        if kind == "slot":
-            yield warning(
-                f"nobody reads from replication slot {name}, which keeps dead rows and WAL for who does",
-                f"start its standby again, or: select pg_drop_replication_slot('{name}');",
-                slot=name,
-            )
-    hidden = [int(name) for kind, name, *_, seconds in rows if kind == "session" and seconds is None]
+    hidden = [int(name) for _, name, *_, seconds in rows if seconds is None]
     if hidden:
         yield note(
             f"{len(hidden)} sessions of other roles are in a transaction, and this role may not see for how long",
             f"grant pg_read_all_stats to {patient.server.role};",
             pids=hidden,
         )
+    yield from _forgotten_slots(patient, limits)
+
+
+def _forgotten_slots(patient: Patient, limits: Limits) -> Iterator[Finding]:
+    """Of standbys that have gone. One that is restarted is back before it has kept much."""
+    for name, keeps_rows, wal_bytes in patient.ask("slots"):
+        keeps = [*(["dead rows"] if keeps_rows else []), *([f"{wal_bytes / 1e6:,.0f} MB of WAL"] if wal_bytes else [])]
+        if keeps_rows or wal_bytes > limits.slot_wal_bytes:
+            yield warning(
+                f"nobody reads from replication slot {name}, which keeps {' and '.join(keeps)} for who does",
+                f"start its standby again, or: select pg_drop_replication_slot('{name}');",
+                slot=name,
+                wal_bytes=wal_bytes,
+            )
 
 
 def _long_transaction(severity: Severity, row: Row) -> Finding:
@@ -72,10 +79,11 @@ def _long_transaction(severity: Severity, row: Row) -> Finding:
     details = {"kind": kind, "name": name, "owner": owner, "application": application, "seconds": round(seconds)}
     held = "dead rows are kept for as long as it lasts"
     if kind == "prepared":
+        quoted = "'" + name.replace("'", "''") + "'"
         return Finding(
             severity,
             f"prepared transaction {name} of {owner} has waited for {age(seconds)} to be committed: {held}",
-            f"commit prepared '{name}'; or: rollback prepared '{name}';",
+            f"commit prepared {quoted}; or: rollback prepared {quoted};",
             details,
         )
     return Finding(

@@ -29,6 +29,22 @@ select proc.proname::text, proc.oid::regprocedure::text
  order by 2;
 
 
+-- What is there and has no effect: triggers that are off (a restore by `--disable-triggers` that was cut short leaves
+-- them so), and indexes that a build which failed has left.
+-- name: without_effect
+select 'trigger', class.relname::text, trigger.tgname::text
+  from pg_trigger as trigger join pg_class as class on class.oid = trigger.tgrelid
+  join pg_namespace as namespace on namespace.oid = class.relnamespace
+ where namespace.nspname = $1 and trigger.tgenabled not in ('O', 'A') and not trigger.tgisinternal
+union all
+select 'index', class.relname::text, built.relname::text
+  from pg_index as index join pg_class as class on class.oid = index.indrelid
+  join pg_class as built on built.oid = index.indexrelid
+  join pg_namespace as namespace on namespace.oid = class.relnamespace
+ where namespace.nspname = $1 and not index.indisvalid
+ order by 1, 2, 3;
+
+
 -- name: clock
 select extract(epoch from clock_timestamp())::double precision;
 
@@ -40,6 +56,11 @@ select coalesce(extract(epoch from max(renewed_at) - clock_timestamp()), 0)::dou
 
 -- name: settings
 select name, setting from pg_settings where name = any($1::text[]);
+
+
+-- Where a session's own value comes from: the server, a role or database, or the address that it came by.
+-- name: source
+select source from pg_settings where name = $1;
 
 
 -- Who commits without waiting for the disk, beside the server's own setting: a role, a database, or a role in one.
@@ -77,8 +98,7 @@ select class.relname::text, class.relpersistence = 'u',
  order by 1;
 
 
--- What keeps dead rows from being removed: transactions, prepared ones, and slots of standbys that have gone. Of the
--- sessions of others, a role without pg_read_all_stats sees that they hold a snapshot, and not since when: no age. A
+-- What keeps dead rows from being removed: transactions, and prepared ones. Of the sessions of others, a role without pg_read_all_stats sees that they hold a snapshot, and not since when: no age. A
 -- vacuum's own snapshot holds up no other; parallel workers go with their leader.
 -- name: transactions
 select 'session' as kind, pid::text as name, quote_ident(usename) as owner, coalesce(application_name, '') as application,
@@ -94,11 +114,18 @@ select 'prepared', gid, owner::text, '', 'prepared',
        extract(epoch from clock_timestamp() - prepared)::double precision
   from pg_prepared_xacts
  where database = current_database()
-union all
-select 'slot', slot_name::text, '', coalesce(plugin::text, 'physical'), 'nobody reads from it', null
-  from pg_replication_slots
- where xmin is not null and not active
 order by seconds desc nulls last;
+
+
+-- Slots that nobody reads from: whether they keep dead rows (a standby with feedback), and how much of the log they keep.
+-- name: slots
+select slot_name::text, xmin is not null,
+       coalesce(pg_wal_lsn_diff(
+           case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end, restart_lsn),
+           0)::bigint
+  from pg_replication_slots
+ where not active
+ order by 1;
 
 
 -- name: notify_queue
@@ -119,6 +146,17 @@ select current_setting('max_connections')::integer,
 
 -- name: live_workers
 select worker_id, concurrency from tasklib.workers where died_at is null and lease_until > clock_timestamp();
+
+
+-- Live workers by the process that they share connections with: a daemon, which has written a snapshot of each lately, or
+-- by themselves. The time is a subquery, or the index would not be used.
+-- name: live_processes
+select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::integer
+  from (select worker_id, name, hostname, concurrency,
+               worker_id in (select worker_id from tasklib.worker_states
+                              where snapshot_at > (select clock_timestamp() - interval '1 minute')) as of_daemon
+          from tasklib.workers where died_at is null and lease_until > clock_timestamp()) as worker
+ group by worker.of_daemon, worker.hostname, worker.name, case when not worker.of_daemon then worker.worker_id end;
 
 
 -- Names that wait and that no live worker serves, by queue; of each queue, among the first ten thousand that are ready:

@@ -20,7 +20,8 @@ select tasklib.backlog($1::text[], $2::bigint);
 
 
 -- What there is once for all daemons. Everybody may read the counts of connections; of other roles' transactions, a role
--- without pg_read_all_stats sees nothing. Prepared transactions hold back vacuum like open ones.
+-- without pg_read_all_stats sees nothing. Prepared transactions hold back vacuum like open ones; those of other databases
+-- do not, nor does another vacuum.
 -- name: cluster
 select (select n_tup_ins from pg_stat_user_tables where relid = 'tasklib.tasks'::regclass),
        (select extract(epoch from clock_timestamp() - due_at)::double precision from tasklib.tasks
@@ -28,8 +29,11 @@ select (select n_tup_ins from pg_stat_user_tables where relid = 'tasklib.tasks':
          order by due_at limit 1),
        workers.alive, workers.stopping, workers.dead, workers.slots,
        (select extract(epoch from clock_timestamp() - min(began))::double precision
-          from (select xact_start from pg_stat_activity where backend_type = 'client backend'
-                union all select prepared from pg_prepared_xacts) as transactions (began)),
+          from (select xact_start from pg_stat_activity
+                 where datname = current_database() and backend_type = 'client backend'
+                   and pid not in (select pid from pg_stat_progress_vacuum)
+                union all
+                select prepared from pg_prepared_xacts where database = current_database()) as transactions (began)),
        pg_notification_queue_usage(),
        (select sum(numbackends)::bigint from pg_stat_database),
        current_setting('max_connections')::bigint - current_setting('superuser_reserved_connections')::bigint

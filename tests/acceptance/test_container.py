@@ -119,6 +119,9 @@ def test_a_pod_from_its_image_to_its_end(database: Database) -> None:
             assert expected.items() <= found["value"].items()
             healthy = running.run(container.instruction(dockerfile, "HEALTHCHECK"), int(user))
             assert (healthy.returncode, healthy.stderr) == (0, "")
+            credentials = f"CREDENTIALS_DIRECTORY={mounts['credentials']}"
+            doctor = running.run(["env", credentials, "tasklib", "doctor"], int(user))
+            assert doctor.returncode == 0, doctor.stdout + doctor.stderr
             database.go_away()
             wait_until(lambda: ask(port, probes["readiness"]) == 503, "it not to be ready")
             assert ask(port, probes["liveness"]) == 200

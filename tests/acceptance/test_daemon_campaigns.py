@@ -80,3 +80,19 @@ def test_an_idle_daemon_is_small() -> None:
     """Under 250 MB of PSS. Its share of a processor is judged on a quiet machine."""
     said = run("idle", "--seconds 2 --settle-seconds 0 --cpu-percent 50")
     assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_counters_are_right_though_workers_are_killed() -> None:
+    """As often as they are to be killed; and every attempt is counted once."""
+    said = run("counters", "--kills 8 --tasks-per-kill 30")
+    assert "all counters agree" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_scrapes_are_answered_while_a_backlog_is_drained() -> None:
+    """All of them. What they cost is not for a machine to say on which others work."""
+    said = run("scrapes", "--rounds 1 --tasks 2000 --least-share 0.05")
+    assert "all bounds hold" in said

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 import tasklib
-from tasklib import migrate
 from tasklib.embedded import postgres
 from tests.systemd_host import ROOT, UNITS, Host, systemd_host, why_not
 from tests.waiting import wait_until
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.direct("a server of its own"),
 ]
 
+DATABASE = "postgresql://tasklib:secret@db.example.org/shop"
 SETTINGS = """
 app = ["tests.daemon_app.tasks", "tests.daemon_app.isolated"]
 workers = 1
@@ -52,26 +53,40 @@ TimeoutStopSec=1
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a server that a service with a /tmp of its own can reach."""
+    """Of an empty database, in a server that a service with a /tmp of its own can reach."""
     with postgres(port=0) as server:
-        migrate.migrate(tasklib.Config(server.dsn))
         yield server.dsn
 
 
 @pytest.fixture(scope="module")
 def host(url: str) -> Iterator[Host]:
-    """Installed as systemd/README.md says."""
+    """Installed by the commands of systemd/README.md, as they stand there. Only the environment is here already, and
+    the database is another one.
+    """
     with systemd_host() as made:
         for name in ("tasklibd.service", "tasklibd@.service"):
-            made.write(f"{UNITS}/{name}", (ROOT / "systemd" / name).read_text("utf-8"))
             made.write(f"{UNITS}/{name}.d/test.conf", DROP_IN)
-        made.write("/etc/sysusers.d/tasklibd.conf", (ROOT / "systemd" / "tasklibd.sysusers").read_text("utf-8"))
-        assert made.run("systemd-sysusers", "/etc/sysusers.d/tasklibd.conf").returncode == 0
-        made.write("/etc/tasklibd/tasklibd.toml", SETTINGS)
-        made.write("/etc/tasklibd/database_url", url, mode="600")
+        made.write("/opt/settings.toml", SETTINGS)
         made.write("/etc/tasklibd/mail/tasklibd.toml", 'database_url = "wrong"\n' + SETTINGS)
-        made.systemctl("daemon-reload")
+        lines = commands("Install").splitlines()
+        kept = [line for line in lines if not re.search(r"-m venv|/pip install|^journalctl", line)]
+        assert len(kept) == len(lines) - 3
+        script = "\n".join(kept).replace(DATABASE, url)
+        installed = "/etc/tasklibd/tasklibd.toml   # set app, at least\n"
+        follow(made, script.replace(installed, f"{installed}cp /opt/settings.toml /etc/tasklibd/tasklibd.toml\n"))
         yield made
+
+
+def commands(section: str) -> str:
+    """Of the README, the first block in a section."""
+    text = (ROOT / "systemd" / "README.md").read_text("utf-8").partition(f"\n## {section}\n")[2]
+    return text.partition("```bash\n")[2].partition("```")[0]
+
+
+def follow(host: Host, script: str) -> None:
+    """As root, in the source tree."""
+    ended = host.run("bash", "-euo", "pipefail", "-c", f"cd /opt/src\n{script}", env=PYTHON)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.fixture
@@ -85,10 +100,10 @@ def events(host: Host, name: str) -> list[dict[str, object]]:
     return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def running(client: tasklib.Client, seconds: float) -> UUID:
-    napping = client.submit_task("nap", seconds=seconds)
-    wait_until(lambda: client.get_task(napping).state == "running", "it to run")  # type: ignore[union-attr]
-    return napping
+def running(client: tasklib.Client, name: str, seconds: float) -> UUID:
+    made = client.submit_task(name, seconds=seconds)
+    wait_until(lambda: client.get_task(made).state == "running", "it to run")  # type: ignore[union-attr]
+    return made
 
 
 @pytest.mark.slow
@@ -123,11 +138,36 @@ def test_a_service_from_start_to_stop(host: Host, client: tasklib.Client) -> Non
     assert host.property("tasklibd", "MainPID") != first
     assert "Fatal Python error: Aborted" in host.read("/var/log/tasklibd.log")
 
-    napping, began = running(client, seconds=3.0), time.monotonic()
+    napping, began = running(client, "nap", seconds=3.0), time.monotonic()
+    waiting = running(client, "wait_for_a_program", seconds=2.0)
     host.systemctl("stop", "tasklibd")
     assert time.monotonic() - began > 2, "it waited for the task, longer than the one second of the unit"
     assert client.get_task(napping).state == "completed"  # type: ignore[union-attr]
+    assert client.get_task(waiting).result == {"value": 0}, "TERM is the supervisor's"  # type: ignore[union-attr]
     assert (host.property("tasklibd", "Result"), host.property("tasklibd", "ActiveState")) == ("success", "inactive")
+
+
+@pytest.mark.slow
+def test_a_secret_that_is_encrypted(host: Host, url: str) -> None:
+    """By the commands of the README: it is decrypted for the daemon alone, the file in plain text is gone, and the
+    other secrets are still there.
+    """
+    if (setup := host.run("systemd-creds", "setup")).returncode:
+        pytest.skip(f"there can be no key here: {setup.stderr}")
+    host.write("/etc/tasklibd/web_token", "the-other-secret-of-it", mode="600")
+    try:
+        follow(host, commands("Secrets"))
+        assert host.run("test", "-e", "/etc/tasklibd/database_url").returncode == 1
+        host.systemctl("restart", "tasklibd")
+        assert host.read("/run/credentials/tasklibd.service/database_url").strip() == url
+        (by_hand,) = re.findall(r"`DATABASE_URL=\$\((.*)\)`", (ROOT / "systemd" / "README.md").read_text("utf-8"))
+        assert host.run(*by_hand.split()).stdout.strip() == url
+        assert host.read("/run/credentials/tasklibd.service/web_token") == "the-other-secret-of-it"
+        assert url.encode() not in host.run("cat", "/etc/tasklibd/database_url.cred").stdout.encode()
+    finally:
+        host.write("/etc/tasklibd/database_url", url, mode="600")
+        host.run("rm", f"{UNITS}/tasklibd.service.d/credentials.conf", "/etc/tasklibd/web_token")
+        host.systemctl("daemon-reload")
 
 
 @pytest.mark.slow

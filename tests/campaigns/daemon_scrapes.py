@@ -58,13 +58,13 @@ class Scraper(threading.Thread):
         super().__init__(daemon=True)
         self._port = port
         self._pause = 1 / rate
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.seconds: list[float] = []
         self.failures = 0
 
     def run(self) -> None:
         due = time.monotonic()
-        while not self._stop.wait(max(due - time.monotonic(), 0.0)):
+        while not self._ended.wait(max(due - time.monotonic(), 0.0)):
             due += self._pause
             began = time.monotonic()
             try:
@@ -82,7 +82,7 @@ class Scraper(threading.Thread):
             return b"".join(parts)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 

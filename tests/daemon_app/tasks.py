@@ -77,6 +77,12 @@ def nap(seconds: float, journal: str | None = None) -> int:
 
 
 @tasklib.task
+def wait_for_a_program(seconds: float) -> int:
+    """How it ended: a signal that it got is its number, negative."""
+    return subprocess.run(["sleep", str(seconds)], check=False).returncode
+
+
+@tasklib.task
 def sleep_in_c(seconds: float) -> None:
     """One call that no exception gets into."""
     time.sleep(seconds)

@@ -23,6 +23,7 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.statements import KeeperStatements
 from tasklib.statements import WorkerStatements
+from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.session import Session
 from tasklib_daemon import crashes, keeper, settings
 from tasklib_daemon.bell import Ear
@@ -441,7 +442,7 @@ def test_snapshots_say_how_the_workers_are(own: Callable[..., Settings], conn: C
     ).fetchone()
     assert row is not None
     assert row[:9] == (socket.gethostname(), 42, 1, ["a", "b"], 2, 3, 50.0, 1.5, True)
-    assert row[9:15] == (1000, 27, None, None, None, "3")
+    assert row[9:15] == (CLAIM_LIMIT, 27, None, None, None, "3")
     assert (row[15][:10], row[16]) == ("2026-01-01", "30.0")
 
 

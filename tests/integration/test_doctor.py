@@ -20,10 +20,14 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from typer.testing import CliRunner
 
 import tasklib
 from tasklib import embedded, migrate
+from tasklib.budget import connection_budget, daemon_budget
+from tasklib.commands import app
 from tasklib.doctor import CHECKS, DEEP_CHECKS, Finding, Limits, Severity, examine, worst
+from tasklib.doctor.examination import REMEDY_ADDRESS, REMEDY_FULL, REMEDY_REFUSED
 from tasklib.doctor.patient import Server
 from tasklib.doctor.server import check_database
 from tests.daemons import PYTHONPATH
@@ -45,7 +49,7 @@ pytestmark = pytest.mark.direct("it has servers of its own")
 OK, NOTE, WARNING, CRITICAL = Severity
 COMMAND = Path(sys.executable).with_name("tasklib")
 PASSWORD = "S3CR3T-canary-47"
-AT_ONCE = Limits(transaction_seconds=(0.01, 3600), unserved_seconds=-1, stuck_seconds=-1)
+AT_ONCE = Limits(transaction_seconds=(0.0, 3600), unserved_seconds=-1, stuck_seconds=-1)
 MAX_CONNECTIONS = 40
 
 
@@ -74,7 +78,7 @@ def url(server: EmbeddedPostgres, shared_url: str, request: pytest.FixtureReques
     if "fresh" in request.fixturenames:
         return make_database(server, f"fresh_{time.monotonic_ns()}")
     with psycopg.connect(shared_url, autocommit=True) as conn:
-        for table in ("tasks", "claims", "workers"):
+        for table in ("tasks", "claims", "workers", "worker_states"):
             conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
     return shared_url
 
@@ -125,7 +129,7 @@ def one(config: tasklib.Config, check: str, severity: Severity, **options: Any) 
 
 def apply(conn: Conn, remedy: str) -> None:
     """What of it is SQL. Each by itself: some of it must not be in a transaction."""
-    statements = re.findall(r"((?:alter|grant|select|insert|rollback|delete|drop) [^;]+;)", remedy)
+    statements = re.findall(r"((?:alter|create|delete|drop|grant|insert|reindex|rollback|select) [^;]+;)", remedy)
     assert statements, remedy
     for statement in statements:
         conn.execute(literal(statement))
@@ -193,6 +197,33 @@ def test_a_database_that_is_down() -> None:
     assert PASSWORD not in str(found)
 
 
+def test_an_address_that_psycopg_refuses() -> None:
+    """A finding, as it would be an error of every program that uses it."""
+    found = examine(tasklib.Config("postgresql://app@127.0.0.1:1/shop?connect_timeout=soon"))
+    assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
+    assert "connect_timeout" in found[0].summary
+    assert found[0].remedy == REMEDY_ADDRESS
+
+
+def test_a_server_that_lets_nobody_in(config: tasklib.Config, conn: Conn, role: str) -> None:
+    """It runs and answers: the remedy is not to look whether it does. When it is full, that is said."""
+    address = make_conninfo(config.database_url, dbname="no_such_database")
+    assert one(tasklib.Config(address), "database", CRITICAL).remedy == REMEDY_REFUSED
+    conn.execute(literal(f"alter role {role} connection limit 0"))
+    found = one(as_role(config, role), "database", CRITICAL)
+    assert (found.remedy, "too many connections" in found.summary) == (REMEDY_FULL, True)
+
+
+def test_a_server_without_a_connection_left(config: tasklib.Config, url: str, role: str) -> None:
+    """What comes after the warnings of `connections`: nobody is let in, the doctor neither."""
+    mine = make_conninfo(url, user=role.strip('"'))
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(psycopg.OperationalError):
+            for _ in range(MAX_CONNECTIONS):
+                stack.enter_context(psycopg.connect(mine))
+        assert one(as_role(config, role), "database", CRITICAL).remedy == REMEDY_FULL
+
+
 def test_a_database_that_does_not_answer() -> None:
     """Connected, and not a word: it is given up when the time is up."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -201,6 +232,14 @@ def test_a_database_that_does_not_answer() -> None:
     assert time.monotonic() - began < 3
     assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
     assert "within 0.5 s" in found[0].summary
+
+
+def test_a_connection_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up before all of the time is: then it is known that it is the connection."""
+    monkeypatch.setattr("tasklib.doctor.patient.CONNECT_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = examine(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=6)
+    assert "PostgreSQL cannot be reached" in found[0].summary
 
 
 def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
@@ -235,7 +274,9 @@ def test_a_standby() -> None:
         psycopg.connect(primary.dsn, autocommit=True) as conn,
     ):
         config = tasklib.Config(primary.dsn)
-        assert "standby" in one(tasklib.Config(other.dsn_for("postgres")), "database", CRITICAL).summary
+        there = tasklib.Config(other.dsn_for("postgres"))
+        assert "standby" in one(there, "database", CRITICAL).summary
+        assert one(there, "pooler", NOTE).remedy == "see `database`"
         both = f"host={conn.info.host},{other.directory} port={other.port} dbname=postgres user=postgres"
         one(tasklib.Config(f"{both} target_session_attrs=read-write"), "database", OK)
         kept = "select from pg_replication_slots where xmin is not null"
@@ -315,7 +356,8 @@ def test_an_upgrade_that_is_not_finished(config: tasklib.Config, monkeypatch: py
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("phase", "severity"), [("post", CRITICAL), ("pre", OK)])
 def test_a_newer_schema(config: tasklib.Config, conn: Conn, phase: str, severity: Severity) -> None:
-    """One that took something away cannot be worked with; one that only adds can."""
+    """One that took something away cannot be worked with; one that only adds can, and what it added is no drift."""
+    conn.execute("create index of_the_next_version on tasklib.tasks (name)")
     insert = "insert into tasklib.schema_migrations (version, name, phase, checksum) values (9999, 'next', %s, '')"
     conn.execute(insert, [phase])
     assert "9999" in one(config, "schema", severity).summary
@@ -333,24 +375,57 @@ def test_a_schema_of_a_development_version(config: tasklib.Config, conn: Conn) -
     ("change", "named"),
     [
         ("drop index tasklib.tasks_claim", "tasks_claim"),
-        ("drop trigger tell_done on tasklib.tasks", "tell_done"),
+        ("drop index tasklib.tasks_due; create index tasks_due on tasklib.tasks (id)", "tasks_due"),
         ("alter table tasklib.tasks drop constraint tasks_state_whole", "tasks_state_whole"),
+        ("alter table tasklib.attempts drop constraint attempts_pkey", "attempts_pkey"),
+        (
+            "alter table tasklib.workers drop constraint workers_pkey, add constraint workers_pkey unique (pid)",
+            "workers_pkey",
+        ),
+        ("drop view tasklib.folded_attempts cascade", "folded_attempts"),
+        ("drop trigger tell_done on tasklib.tasks", "tell_done"),
+        ("drop trigger keep_attempt on tasklib.task_attempts", "keep_attempt"),
         ("create or replace function tasklib.ring(queue text) returns void language sql as 'select'", "function ring"),
     ],
 )
 def test_a_schema_that_was_changed_by_hand(config: tasklib.Config, conn: Conn, change: str, named: str) -> None:
-    """A part that is missing is named: without that index every claim reads all that is ready."""
+    """A part that is missing is named: without that index every claim reads all that is ready. Its remedy works."""
     conn.execute(literal(change))
-    assert named in one(config, "schema", CRITICAL).summary
+    found = one(config, "schema", CRITICAL)
+    assert named in found.summary
+    apply(conn, found.remedy)
+    if "tasklib migrate" in found.remedy:
+        migrate.migrate(config)
+    one(config, "schema", OK)
 
 
 @pytest.mark.usefixtures("fresh")
-def test_functions_and_triggers_are_put_back(config: tasklib.Config, conn: Conn) -> None:
-    """By the remedy: a migration that believes that they are missing."""
-    conn.execute("drop trigger tell_done on tasklib.tasks")
-    conn.execute("create or replace function tasklib.ring(queue text) returns void language sql as 'select'")
-    apply(conn, one(config, "schema", CRITICAL).remedy)
-    migrate.migrate(config)
+def test_a_part_that_cannot_be_put_back(config: tasklib.Config, conn: Conn) -> None:
+    """A column is gone with what was in it, and of a function there is but a digest: the remedy says from where."""
+    conn.execute("alter table tasklib.tasks drop column tags")
+    conn.execute("create or replace function tasklib.uuid7() returns uuid language sql as 'select null::uuid'")
+    remedy = one(config, "schema", CRITICAL).remedy
+    assert remedy.startswith("as in tasklib/sql/migrations, or from a backup: uuid7, table tasks column tags ")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_part_without_effect(config: tasklib.Config, conn: Conn, url: str) -> None:
+    """It is there, and the catalogue shows it as it was made; but a trigger is off, and an index was never finished."""
+    conn.execute("alter table tasklib.tasks disable trigger task_defaults")
+    off = one(config, "schema", CRITICAL)
+    assert off.details == {"table": "tasks", "trigger": "task_defaults"}
+    apply(conn, off.remedy)
+    one(config, "schema", OK)
+    conn.execute("drop index tasklib.tasks_due")
+    with psycopg.connect(url) as holder:
+        holder.execute("select tasklib.submit('a')")
+        conn.execute("set lock_timeout = '100ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            conn.execute("create index concurrently tasks_due on tasklib.tasks (due_at) where due_at is not null")
+    invalid = one(config, "schema", CRITICAL)
+    assert invalid.details == {"table": "tasks", "index": "tasks_due"}
+    conn.execute("reset lock_timeout")
+    apply(conn, invalid.remedy)
     one(config, "schema", OK)
 
 
@@ -361,6 +436,11 @@ def test_a_schema_with_additions(config: tasklib.Config, conn: Conn) -> None:
     one(config, "schema", OK)
     conn.execute("create index mine on tasklib.tasks (name)")
     assert "mine" in one(config, "schema", NOTE).summary
+    conn.execute(
+        "create trigger mine before update on tasklib.tasks execute function suppress_redundant_updates_trigger()"
+    )
+    conn.execute("alter table tasklib.tasks disable trigger mine")
+    one(config, "schema", NOTE)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -437,6 +517,17 @@ def test_a_clock_that_is_wrong(config: tasklib.Config, ahead: float, severity: S
         assert found.details["skew_seconds"] == pytest.approx(-ahead, abs=0.2)
 
 
+def test_a_long_way_is_no_wrong_clock(url: str, open_directory: Path) -> None:
+    """What the way takes is doubt, and not a difference."""
+
+    def decide(said: Said) -> Fate:
+        time.sleep(0.2 if "clock_timestamp" in said.sql else 0)
+        return "pass"
+
+    with CuttingProxy(url, open_directory, decide) as slow:
+        one(tasklib.Config(slow.url), "clock", OK, limits=Limits(clock_seconds=(0.05, 60)))
+
+
 @pytest.mark.parametrize(("seconds", "severity"), [(0, OK), (10, WARNING), (100, CRITICAL)])
 def test_a_database_whose_clock_was_set_back(
     config: tasklib.Config, conn: Conn, seconds: int, severity: Severity
@@ -465,6 +556,24 @@ def test_a_server_that_may_lose_what_it_confirmed(
         one(config, "durability", OK)
 
 
+def test_an_address_that_does_not_wait_for_the_disk(config: tasklib.Config) -> None:
+    """By its own options: nothing that is said to the server would help."""
+    options = make_conninfo(config.database_url, options="-c synchronous_commit=off")
+    assert "options" in one(tasklib.Config(options), "durability", WARNING).remedy
+
+
+def test_a_server_and_a_role_that_do_not_wait_for_the_disk(config: tasklib.Config, conn: Conn, role: str) -> None:
+    """Both are told: the one would hide the other."""
+    conn.execute(literal(f"alter role {role} set synchronous_commit = off"))
+    with server_setting(conn, "synchronous_commit", "off"):
+        found = look(config, "durability")
+        assert [each.severity for each in found] == [WARNING, WARNING]
+        for each in found:
+            apply(conn, each.remedy)
+        _reload(conn, "synchronous_commit", "on")
+        one(config, "durability", OK)
+
+
 @pytest.mark.parametrize(
     "whom", ["role {role}", "database {database}", "role {role} in database {database}", "role all"]
 )
@@ -473,6 +582,12 @@ def test_a_role_that_does_not_wait_for_the_disk(config: tasklib.Config, conn: Co
     conn.execute(literal(f"alter {whom.format(role=role, database=conn.info.dbname)} set synchronous_commit = off"))
     found = one(config, "durability", WARNING)
     apply(conn, found.remedy)
+    one(config, "durability", OK)
+
+
+def test_a_role_that_does_not_wait_in_another_database(config: tasklib.Config, conn: Conn, role: str) -> None:
+    """That is no matter of this queue."""
+    conn.execute(literal(f"alter role {role} in database postgres set synchronous_commit = off"))
     one(config, "durability", OK)
 
 
@@ -514,15 +629,39 @@ def test_dead_rows_that_stay(config: tasklib.Config, conn: Conn, url: str) -> No
     with psycopg.connect(url) as holder:
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select 1 from pg_class")
-        for _ in range(3):
-            conn.execute("update tasklib.tasks set priority = priority + 1")
-        conn.execute("select pg_stat_force_next_flush()")
-        conn.execute("select 1")
+        update(conn, "limit 200")
+        one(config, "autovacuum", OK, limits=Limits(dead_rows=100))  # not twice what it waits for
+        for _ in range(2):
+            update(conn, "limit 300")
+        update(conn, "limit 100")
         found = one(config, "autovacuum", WARNING, limits=Limits(dead_rows=500))
         assert (found.details["table"], found.details["dead"], found.details["threshold"]) == ("tasks", 900, 110)
     one(config, "autovacuum", OK)  # of a hundred thousand it would tell by itself
     conn.execute("vacuum tasklib.tasks")
     one(config, "autovacuum", OK, limits=Limits(dead_rows=500))
+
+
+def update(conn: Conn, rows: str) -> None:
+    """So many dead rows more, and counted."""
+    conn.execute(
+        literal(f"update tasklib.tasks set priority = priority + 1 where id in (select id from tasklib.tasks {rows})")
+    )
+    conn.execute("select pg_stat_force_next_flush()")
+    conn.execute("select 1")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_autovacuum_waits_for(config: tasklib.Config, conn: Conn) -> None:
+    """By the options of the table; 18 has an upper bound, which the server has too."""
+    if conn.info.server_version < 180000:
+        pytest.skip("before 18 there is no upper bound")
+    conn.execute("alter table tasklib.tasks set (autovacuum_vacuum_threshold = 1000)")
+    conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 100)")
+    conn.execute("vacuum analyze tasklib.tasks")
+    update(conn, "limit 30")
+    one(config, "autovacuum", OK, limits=Limits(dead_rows=20))
+    conn.execute("alter table tasklib.tasks set (autovacuum_vacuum_max_threshold = 10)")
+    assert one(config, "autovacuum", WARNING, limits=Limits(dead_rows=20)).details["threshold"] == 10
 
 
 def test_a_long_transaction(config: tasklib.Config, conn: Conn, url: str) -> None:
@@ -534,7 +673,7 @@ def test_a_long_transaction(config: tasklib.Config, conn: Conn, url: str) -> Non
         assert "report" in found.summary
         assert "idle in transaction" in found.summary
         assert found.details["name"] == str(holder.info.backend_pid)
-        longer = replace(AT_ONCE, transaction_seconds=(0.001, 0.002))
+        longer = replace(AT_ONCE, transaction_seconds=(0.0, 0.0))
         one(config, "transactions", CRITICAL, limits=longer)
         apply(conn, found.remedy.split(" and ")[0])
         with contextlib.suppress(psycopg.OperationalError):
@@ -547,10 +686,84 @@ def test_a_prepared_transaction(config: tasklib.Config, conn: Conn, url: str) ->
     with psycopg.connect(url, autocommit=True) as other:
         other.execute("begin")
         other.execute("create table of_mine ()")
-        other.execute("prepare transaction 'forgotten'")
+        other.execute("prepare transaction 'somebody''s'")
     found = one(config, "transactions", WARNING, limits=AT_ONCE)
     apply(conn, found.remedy.split("or: ")[1])
     one(config, "transactions", OK, limits=AT_ONCE)
+
+
+def test_transactions_that_hold_up_nobody(
+    config: tasklib.Config, conn: Conn, url: str, server: EmbeddedPostgres
+) -> None:
+    """Those of other databases, prepared ones too; a vacuum; a slot of nobody; and a query in parallel is one."""
+    elsewhere = server.dsn
+    with psycopg.connect(elsewhere, autocommit=True) as other:
+        other.execute("begin")
+        other.execute("create table of_mine ()")
+        other.execute("prepare transaction 'elsewhere'")
+        other.execute("select pg_create_physical_replication_slot('of_nobody')")
+        try:
+            with psycopg.connect(elsewhere) as holder, vacuuming(conn, url):
+                holder.execute("create temp table held ()")
+                one(config, "transactions", OK, limits=AT_ONCE)
+        finally:
+            other.execute("rollback prepared 'elsewhere'")
+            other.execute("select pg_drop_replication_slot('of_nobody')")
+    with in_parallel(conn, url):
+        one(config, "transactions", WARNING, limits=AT_ONCE)
+
+
+@contextlib.contextmanager
+def vacuuming(conn: Conn, url: str) -> Iterator[None]:
+    """Slowly."""
+    conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 3000)")
+    options = "-c vacuum_cost_delay=100 -c vacuum_cost_limit=1"
+    with meanwhile(make_conninfo(url, options=options), "vacuum (disable_page_skipping) tasklib.tasks"):
+        progress = "select from pg_stat_progress_vacuum where heap_blks_scanned > 0"
+        wait_until(lambda: conn.execute(progress).fetchone() is not None, "the vacuum to begin")
+        yield
+
+
+@contextlib.contextmanager
+def in_parallel(conn: Conn, url: str) -> Iterator[None]:
+    name = "debug_parallel_query" if conn.info.server_version >= 160000 else "force_parallel_mode"
+    with meanwhile(make_conninfo(url, options=f"-c {name}=on"), "select pg_sleep(60)"):
+        worker = "select from pg_stat_activity where backend_type = 'parallel worker' and xact_start is not null"
+        wait_until(lambda: conn.execute(worker).fetchone() is not None, "the worker to begin")
+        yield
+
+
+@contextlib.contextmanager
+def meanwhile(url: str, statement: str) -> Iterator[None]:
+    """For as long as the block takes."""
+    with psycopg.connect(url, autocommit=True) as busy:
+
+        def run() -> None:
+            with contextlib.suppress(psycopg.errors.QueryCanceled):
+                busy.execute(literal(statement))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            busy.cancel_safe()
+            thread.join()
+
+
+def test_a_slot_that_keeps_the_log(config: tasklib.Config, conn: Conn) -> None:
+    """Of a standby without feedback: it holds up no vacuum, and fills the disk."""
+    conn.execute("select pg_create_physical_replication_slot('of_the_gone', true)")
+    try:
+        one(config, "transactions", OK)
+        conn.execute("select pg_logical_emit_message(true, 'a', repeat('x', 100000))")
+        found = one(config, "transactions", WARNING, limits=Limits(slot_wal_bytes=50_000))
+        assert found.details["slot"] == "of_the_gone"
+        assert found.details["wal_bytes"] > 100_000
+        apply(conn, found.remedy)
+        one(config, "transactions", OK, limits=Limits(slot_wal_bytes=50_000))
+    finally:
+        conn.execute("select pg_drop_replication_slot(slot_name) from pg_replication_slots")
 
 
 def test_transactions_that_are_hidden(config: tasklib.Config, conn: Conn, url: str, role: str) -> None:
@@ -575,16 +788,22 @@ def test_a_queue_of_notifications_that_fills(config: tasklib.Config, conn: Conn,
         assert usage > 0
         one(config, "notify_queue", OK)
         one(config, "notify_queue", WARNING, limits=Limits(notify_queue_share=(usage / 2, 0.5)))
-        found = one(config, "notify_queue", CRITICAL, limits=Limits(notify_queue_share=(usage / 3, usage / 2)))
+        full = Limits(notify_queue_share=(usage / 3, usage / 2))
+        found = one(config, "notify_queue", CRITICAL, limits=full)
         assert "submit" in found.summary
-        assert "pg_terminate_backend" in found.remedy
+        (select,) = re.findall(r"(select pid, [^;]+);", found.remedy)
+        ((pid, *_), *_) = conn.execute(literal(select)).fetchall()
+        conn.execute(literal(re.findall(r"then: (.*);", found.remedy)[0].replace("PID", str(pid))))
+        wait_until(lambda: look(config, "notify_queue", limits=full)[0].severity == OK, "the queue to empty")
+        with pytest.raises(psycopg.OperationalError):
+            holder.execute("select 1")
 
 
 # --- pooler and connections ---
 
 
 @pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
-def test_a_pooler_in_the_way(server: EmbeddedPostgres, url: str) -> None:
+def test_a_pooler_in_the_way(server: EmbeddedPostgres, url: str, conn: Conn) -> None:
     """A worker behind it hears nothing, unless it has a direct address for that, of the same database, that answers."""
     with pgbouncer(server.dsn) as pooler:
         behind = tasklib.Config(pooler.pooled(url))
@@ -593,6 +812,8 @@ def test_a_pooler_in_the_way(server: EmbeddedPostgres, url: str) -> None:
         dead = replace(behind, listen_database_url="postgresql://127.0.0.1:1/x")
         assert "refused" in one(dead, "pooler", WARNING).summary
         assert worst(examine(replace(behind, listen_database_url=url))) == NOTE  # nobody works
+        insert_worker(conn, "w", concurrency=10 * MAX_CONNECTIONS)
+        one(behind, "connections", OK)  # how many there are is the pooler's to say
 
 
 def test_an_address_for_listening_that_hears_nothing(
@@ -651,19 +872,38 @@ def test_workers_that_may_open_too_many(config: tasklib.Config, conn: Conn) -> N
     assert found.details == {"workers": 5, "may_open": 45, "limit": MAX_CONNECTIONS - 3}
 
 
+def test_workers_of_daemons_that_may_open_too_many(config: tasklib.Config, conn: Conn) -> None:
+    """A daemon's keeper has five for all of its workers, and they have three each: as many as it would tell itself."""
+    for number in range(4):
+        insert_worker(conn, f"w{number}", concurrency=2, name=f"pod-{number % 3}")
+    one(config, "connections", OK)
+    conn.execute(
+        """insert into tasklib.worker_states (worker_id, hostname, pid, processes, tasks_running, tasks_claimed,
+               recovery_config)
+           select worker_id, hostname, pid, 1, 0, 0, '{}' from tasklib.workers"""
+    )
+    one(config, "connections", OK)
+    insert_worker(conn, "alone", concurrency=1)
+    budgets = [daemon_budget(config, workers=workers, concurrency=2) for workers in (2, 1, 1)]
+    budgets.append(connection_budget(config, concurrency=1))
+    may_open = sum(each.worker + each.listener + each.tasks for each in budgets)
+    found = one(config, "connections", WARNING)
+    assert found.details == {"workers": 5, "may_open": may_open, "limit": MAX_CONNECTIONS - 3}
+
+
 # --- workers and leases ---
 
 
 def insert_worker(
     conn: Conn, worker_id: str, lease: str = "+ interval '1 minute'", renewed: str = "", concurrency: int = 1,
-    names: str = "{}", queues: str | None = None, died: str = "null",
+    names: str = "{}", queues: str | None = None, died: str = "null", name: str = "w",
 ) -> None:  # fmt: skip
     conn.execute(
         literal(f"""insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names,
                         concurrency, renewed_at, lease_until, died_at)
-                    values (%s, 'w', 'host', 1, 'p', %s, %s, %s, clock_timestamp() {renewed}, clock_timestamp() {lease},
+                    values (%s, %s, 'host', 1, 'p', %s, %s, %s, clock_timestamp() {renewed}, clock_timestamp() {lease},
                             {died})"""),
-        [worker_id, queues, names, concurrency],
+        [worker_id, name, queues, names, concurrency],
     )
 
 
@@ -688,6 +928,15 @@ def test_a_name_that_nobody_serves(
     conn.execute("select tasklib.submit('a', queue => 'mail'), tasklib.submit('later', delay_seconds => 60)")
     found = one(config, "workers", severity, limits=AT_ONCE)
     assert severity == OK or "a in queue mail (1)" in found.summary
+
+
+def test_a_task_waits_from_when_it_is_due(config: tasklib.Config, conn: Conn) -> None:
+    """Not from when it was submitted."""
+    conn.execute("select tasklib.submit('a')")
+    conn.execute("update tasklib.tasks set created_at = created_at - interval '1 day', scheduled_at = now()")
+    one(config, "workers", NOTE)
+    conn.execute("update tasklib.tasks set scheduled_at = created_at")
+    one(config, "workers", CRITICAL)
 
 
 def test_a_name_behind_many_others(config: tasklib.Config, conn: Conn) -> None:
@@ -719,6 +968,19 @@ def test_tasks_of_the_dead_that_nobody_recovers(config: tasklib.Config, conn: Co
     one(config, "leases", OK, limits=AT_ONCE)
 
 
+def test_nobody_is_late_while_the_server_is_young(config: tasklib.Config, conn: Conn) -> None:
+    """It was down: leases ran out because nobody could renew them, and nobody is dead before they have had the time."""
+    conn.execute("select tasklib.submit('a')")
+    with contextlib.closing(ManualWorker(config, "w")) as worker:
+        worker.claim("a")
+    long_ago = "clock_timestamp() - interval '2 days'"
+    conn.execute(literal(f"update tasklib.workers set renewed_at = {long_ago}, lease_until = {long_ago}"))
+    conn.execute(literal(f"update tasklib.claims set locked_until = {long_ago}"))
+    one(config, "leases", OK, limits=Limits(stuck_seconds=86400))
+    found = look(config, "leases", limits=AT_ONCE)
+    assert [each.severity for each in found] == [CRITICAL, CRITICAL]
+
+
 def test_a_lock_that_passed(config: tasklib.Config, conn: Conn) -> None:
     """Of a worker whose row is gone: a restore without it, or somebody's delete."""
     conn.execute("select tasklib.submit('a')")
@@ -740,8 +1002,12 @@ def test_a_task_that_cannot_be_stopped(config: tasklib.Config, conn: Conn) -> No
         worker.start(*worker.claim("a"))
         one(config, "leases", OK, limits=AT_ONCE)
         conn.execute("update tasklib.tasks set started_at = started_at - interval '20 seconds'")
+        conn.execute(
+            """insert into tasklib.claims (worker_id, locked_until, task_ids)
+               select 'who lost it', now() + interval '1 hour', array_agg(id) from tasklib.tasks"""
+        )
         found = one(config, "leases", WARNING, limits=AT_ONCE)
-    assert found.details["seconds"] == 15
+    assert (found.details["seconds"], found.details["worker_id"]) == (15, worker.id)
 
 
 def test_a_lease_that_no_claim_tells_of(config: tasklib.Config, conn: Conn) -> None:
@@ -834,6 +1100,36 @@ def test_exit_codes_and_the_first_line(run: Callable[..., subprocess.CompletedPr
     nowhere = run(DATABASE_URL="")
     assert nowhere.returncode == 3
     assert nowhere.stderr.startswith("UNKNOWN: no database is configured")
+
+
+def test_the_exit_code_does_not_depend_on_who_reads(url: str, tmp_path: Path) -> None:
+    """A reader that has seen enough, or a full disk, changes nothing in what was found: 1 would be a warning."""
+    environment = {"DATABASE_URL": url, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH}
+    for options, where in (
+        ((), "| true"),
+        (("--json",), "| true"),
+        ((), ">/dev/full"),
+        (("--json",), ">/dev/full"),
+        ((), ">&-"),
+    ):
+        words = ["bash", "-o", "pipefail", "-c", f'"$@" {where}', "bash", str(COMMAND), "doctor", *options]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert ("cannot be written" in ended.stderr) == ("full" in where)
+
+
+def test_a_bug_is_no_warning(config: tasklib.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends with 1, which would mean that it works, but not for long."""
+
+    def stumble(*_: object) -> Iterator[Finding]:
+        raise LookupError(str(config))
+
+    monkeypatch.setattr("tasklib.doctor.examination.CHECKS", {"clock": stumble})
+    monkeypatch.setenv("DATABASE_URL", config.database_url)
+    ended = CliRunner().invoke(app, ["doctor"])
+    assert ended.exit_code == 3
+    assert ended.stderr.startswith("UNKNOWN: LookupError, which is a bug of tasklib\nTraceback")
 
 
 @pytest.mark.usefixtures("fresh")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -78,11 +81,31 @@ def test_a_task_that_its_worker_has_claimed_twice_is_held_once(client: tasklib.C
     for number in range(2):
         client.submit_task("work", number=number)
     first, _ = worker.claim("work", limit=2)
-    released = worker.statements.release(worker.id, [(first.held.id, first.held.fencing_token)], first.claimed_by_clock)
+    released = worker.statements.release(worker.id, [(first.held.id, first.held.fencing_token)], first.held.claimed_at)
     assert len(worker.session.run(released)) == 1
     worker.claim("work")
     assert counts(client) == (0, 0, 0, 2, 0)
     assert client.backlog() == 2
+
+
+def test_what_stands_in_an_old_claim_is_held_by_its_present_worker(
+    client: tasklib.Client, worker: ManualWorker, conn: Conn
+) -> None:
+    """A worker that is gone may have left its claim behind: what another holds now is held once."""
+    client.submit_task("work")
+    (task,) = worker.claim("work")
+    conn.execute(
+        "insert into tasklib.claims (worker_id, locked_until, task_ids) values ('gone', now(), %s)", [[task.held.id]]
+    )
+    assert counts(client) == (0, 0, 0, 1, 0)
+    assert client.backlog() == 1
+
+
+def test_a_ready_task_that_will_expire_is_ready_and_nothing_else(client: tasklib.Client) -> None:
+    """Its end stands in the same index as the time of those that wait."""
+    client.submit_task("work", expires_at=datetime.now(UTC) + timedelta(hours=1))
+    assert counts(client) == (1, 0, 0, 0, 0)
+    assert client.backlog() == 1
 
 
 def test_one_queue_or_all_of_them(client: tasklib.Client) -> None:
@@ -121,6 +144,44 @@ def test_a_task_that_was_delayed_is_not_old_because_it_was_made_long_ago(client:
     assert found.oldest_ready_age_seconds == pytest.approx(9, abs=5)
 
 
+def test_many_retries_do_not_hide_who_waits_behind_them(client: tasklib.Client, conn: Conn) -> None:
+    """They were made long before, so they stand first, and have only just become ready again. What is new starves
+    behind them, and that is what somebody has to hear of.
+    """
+    conn.execute(
+        """insert into tasklib.tasks (name, state, created_at, scheduled_at, next_retry_at, ready, error_code)
+           select 'work', 'failed', now() - interval '1 day', now() - interval '1 day', now() - interval '2 seconds',
+                  true, 'OOPS'
+             from generate_series(1, 3000)"""
+    )
+    conn.execute(
+        """insert into tasklib.tasks (name, created_at, scheduled_at)
+           select 'work', now() - n * interval '1 second', now() - n * interval '1 second'
+             from generate_series(1, 1000) as n"""
+    )
+    (found,) = client.queue_statistics()
+    assert found.oldest_ready_age_seconds is not None
+    assert 500 < found.oldest_ready_age_seconds < 1100
+
+
+def test_many_queues_are_not_compared_with_each_other(conn: Conn) -> None:
+    """With a queue for each customer: what it costs grows with their number, and not with its square."""
+    conn.execute(
+        "insert into tasklib.tasks (name, queue) select 'work', 'customer-' || n from generate_series(1, 300) n"
+    )
+    row = conn.execute("select prosrc, proconfig from pg_proc where proname = 'queue_statistics'").fetchone()
+    assert row is not None
+    body, settings = row
+    with conn.transaction():
+        for name, value in (each.split("=") for each in settings):
+            conn.execute("select set_config(%s, %s, true)", [name, value])
+        conn.execute(literal(f"prepare figures (text, bigint) as {body}"))
+        (plan,) = conn.execute("explain (analyze, format json) execute figures (null, 1000)").fetchone() or ()
+    conn.execute("deallocate figures")
+    compared = [int(each) for each in re.findall(r'"Rows Removed by Join Filter": (\d+)', json.dumps(plan))]
+    assert sum(compared) < 3000
+
+
 def test_counting_ends_at_the_most_that_is_asked_for(client: tasklib.Client, conn: Conn, session: Session) -> None:
     """So that the figures cost the same with a million tasks."""
     conn.execute("insert into tasklib.tasks (name) select 'work' from generate_series(1, 500)")
@@ -155,11 +216,49 @@ def test_what_is_due_counts_although_no_worker_has_made_it_ready(client: tasklib
     assert (client.backlog(), client.backlog(["mail"]), client.backlog(["default"])) == (3, 3, 0)
 
 
+def test_what_will_never_run_is_no_backlog(client: tasklib.Client, conn: Conn) -> None:
+    """It was not started in time, and only waits to be marked so. A scaler would keep a worker for it."""
+    conn.execute(
+        """insert into tasklib.tasks (name, scheduled_at, expires_at, due_at, ready)
+           values ('work', now() + interval '1 day', now() - interval '1 second', now() - interval '1 second', false)"""
+    )
+    assert client.backlog() == 0
+
+
+def test_a_task_is_late_once_its_time_has_come_and_nobody_made_it_ready(
+    config: tasklib.Config, conn: Conn, session: Session
+) -> None:
+    """Not while it is ready, nor because a ready one should have been started by now."""
+    statement = StatisticsStatements(config).cluster()
+    conn.execute(
+        """insert into tasklib.tasks (name, expires_at, due_at, ready)
+           values ('work', now() - interval '1 hour', now() - interval '1 hour', true)"""
+    )
+    assert session.run(statement).due_lag_seconds is None
+    conn.execute(
+        """insert into tasklib.tasks (name, scheduled_at, due_at, ready)
+           values ('work', now() - interval '2 minutes', now() - interval '2 minutes', false)"""
+    )
+    assert session.run(statement).due_lag_seconds == pytest.approx(120, abs=10)
+
+
 def test_the_backlog_is_counted_up_to_a_bound(client: tasklib.Client, conn: Conn, session: Session) -> None:
     """Ten thousand, unless one says otherwise."""
     conn.execute("insert into tasklib.tasks (name) select 'work' from generate_series(1, 300)")
     assert session.run(StatisticsStatements(client.config).backlog(most=100)) == 100
     assert conn.execute("select tasklib.backlog('{default}', 250)").fetchone() == (250,)
+
+
+def test_figures_are_not_compiled(conn: Conn, session: Session) -> None:
+    """Before PostgreSQL 18, a scan that is off and taken all the same looks so dear that a server with LLVM compiles
+    the plan at every call: a second for figures that take two milliseconds, for the scaler, the keeper, every worker.
+    """
+    functions = ["backlog", "queue_statistics", "task_statistics"]
+    found = conn.execute(
+        "select proname from pg_proc where 'jit=off' = any(proconfig) and proname = any(%s) order by 1", [functions]
+    ).fetchall()
+    assert [name for (name,) in found] == functions
+    assert session.connection().execute("show jit").fetchone() == ("off",)
 
 
 def test_a_role_that_may_ask_for_figures_sees_no_tasks(conn: Conn) -> None:
@@ -234,6 +333,28 @@ def test_counts_of_several_writers_add_up(client: tasklib.Client, config: taskli
     assert mail.average_seconds == pytest.approx(1.001)
     assert mail.average_wait_seconds == pytest.approx(0.2)
     assert [each.name for each in client.task_statistics(120, "report")] == ["report"]
+
+
+def test_an_attempt_whose_worker_was_lost_has_crashed(
+    client: tasklib.Client, config: tasklib.Config, session: Session
+) -> None:
+    """By its death, or by its silence."""
+    own = Counts()
+    own.add({("finished", "mail", "default", outcome): [1.0] for outcome in ("worker_failure", "lease_lost")})
+    Rollups(config, session, own.take).run_once()
+    (found,) = client.task_statistics(60)
+    assert (found.attempts, found.crashed) == (2, 2)
+
+
+def test_figures_are_written_in_the_order_of_their_key(config: tasklib.Config, session: Session, conn: Conn) -> None:
+    """Two daemons that write the same rows at once wait for each other; in other orders they would deadlock."""
+    own = Counts()
+    names = [f"task_{number}" for number in (3, 1, 2, 0)]
+    own.add({("finished", name, queue, "completed"): [1.0] for name in names for queue in ("mail", "bulk")})
+    Rollups(config, session, own.take).run_once()
+    written = conn.execute("select name, queue from tasklib.task_rollups order by ctid").fetchall()
+    assert written == sorted(written)
+    assert len(written) == 8
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import tasklib
 from tasklib.connection import connection_string, listen_connection_string
+from tasklib_daemon.settings import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 URL = "postgresql://app:S3CR3T@db.example/shop"
 
@@ -102,3 +106,21 @@ def test_using_the_module_before_init_says_what_to_do() -> None:
     """The first mistake of every newcomer."""
     with pytest.raises(tasklib.NotInitialised, match=r"tasklib\.init"):
         tasklib.list_tasks()
+
+
+def test_a_credential_is_the_same_as_the_daemons(tmp_path: Path) -> None:
+    """In a pod, and beside a service, a command finds the database of the daemon. As there, our own variables come
+    first, and those that other programs read too come last; an empty file is none.
+    """
+    given = {"CREDENTIALS_DIRECTORY": str(tmp_path), "DATABASE_URL": "host=b"}
+    assert tasklib.Config.from_environment(given).database_url == "host=b"
+    (tmp_path / "database_url").write_text("host=a\n")
+    (tmp_path / "listen_database_url").write_text("\n")
+    for read in (tasklib.Config.from_environment(given), load(None, given).config()):
+        assert (read.database_url, read.listen_database_url) == ("host=a", None)
+    given["TASKLIB_DATABASE_URL"] = "host=c"
+    for read in (tasklib.Config.from_environment(given), load(None, given).config()):
+        assert read.database_url == "host=c"
+    (tmp_path / "listen_database_url").write_bytes(b"\xff")
+    with pytest.raises(tasklib.InvalidConfig, match="credential listen_database_url"):
+        tasklib.Config.from_environment(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import itertools
 import os
 import signal
 from typing import TYPE_CHECKING, get_args
@@ -12,20 +13,23 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tasklib.outcomes import AttemptOutcome
 from tasklib.worker import tally as tally_module
-from tasklib.worker.tally import Amounts, histogram
+from tasklib.worker.loop import FailureKind
+from tasklib.worker.tally import Amounts, Found, histogram
 from tasklib_daemon import crashes, election, gauges, keeper, ledger, metrics, supervisor
 from tasklib_daemon.ledger import Book, Ledger, LedgerTally
-from tasklib_daemon.page import PageView
+from tasklib_daemon.page import Page, PageView
 from tasklib_daemon.plan import Cause
 from tasklib_daemon.settings import Web
 from tasklib_daemon.web.app import HealthApp, Heard
+from tests import metrics_table
 from tests.promtool import by_labels, check_metrics, needs_promtool, parsed, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib_daemon.status import Status
+    from tasklib_daemon.status import ChildStatus, Status
 
 STATUS: Status = {
     "name": "host", "version": "1.2.3", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "state": "running",
@@ -89,6 +93,21 @@ def test_every_metric_that_is_made_from_a_word_is_counted_somewhere() -> None:
     assert set(metrics.BY_WORD) <= said
 
 
+def test_the_page_has_every_metric() -> None:
+    """If this fails: python3 dev.py metrics."""
+    text = metrics_table.PAGE.read_text(encoding="utf-8")
+    assert text == metrics_table.page_with(text)
+
+
+def test_the_page_says_how_labels_are_bounded() -> None:
+    """With the real figures."""
+    text = " ".join(metrics_table.PAGE.read_text(encoding="utf-8").split())
+    tasks, queues = metrics.MOST_NAMES["task"], metrics.MOST_NAMES["queue"]
+    assert f"{tasks} names of tasks apart, {queues} queues, and {metrics.MOST_PAIRS} pairs of both" in text
+    assert f"the {queues} longest queues" in text
+    assert f"tells {tasks} task functions apart" in text
+
+
 def test_every_word_of_a_tally_has_its_metric(own_ledger: Ledger) -> None:
     """The ledger refuses others: a worker must not find out."""
     own = LedgerTally(own_ledger, "worker")
@@ -106,12 +125,23 @@ def test_every_word_of_a_tally_has_its_metric(own_ledger: Ledger) -> None:
 
 
 def test_names_beyond_the_bound_are_others() -> None:
-    """The first hundred of each kind are told apart; what came first stays."""
+    """The first of each kind are told apart; what came first stays."""
     bounds = metrics.Bounds()
-    for number in range(150):
-        bounds.within(metrics.FAILED, (f"task_{number}", "default"))
-    assert bounds.within(metrics.FAILED, ("task_5", "default")) == ("task_5", "default")
-    assert bounds.within(metrics.FAILED, ("task_120", "default")) == ("other", "default")
+    for number in range(250):
+        bounds.within(metrics.BURIED, (f"task_{number}",))
+    assert bounds.within(metrics.BURIED, ("task_5",)) == ("task_5",)
+    assert bounds.within(metrics.BURIED, ("task_220",)) == ("other",)
+
+
+def test_tasks_beside_queues_are_bounded_too() -> None:
+    """A queue for each customer: not a histogram for each task of each of them. The tasks are still told apart."""
+    bounds = metrics.Bounds()
+    given = [(f"task_{task}", f"customer_{queue}") for queue in range(90) for task in range(30)]
+    found = {each: bounds.within(metrics.DURATION, each) for each in given}
+    assert len(set(found.values())) == metrics.MOST_PAIRS + 30
+    assert found["task_29", "customer_0"] == ("task_29", "customer_0")
+    assert found["task_29", "customer_80"] == ("task_29", "other")
+    assert {each: bounds.within(metrics.DURATION, each) for each in given} == found
 
 
 # --- the ledger ---
@@ -158,6 +188,51 @@ def test_any_number_of_queues_takes_a_bounded_ledger(own_ledger: Ledger) -> None
     assert found["claimed", "other", "poll"] == [900.0]
     assert found["others",] == [900.0]
     assert len(own._places) == len(found) == 102
+
+
+def test_whatever_the_names_every_count_has_its_place(own_ledger: Ledger) -> None:
+    """More tasks and queues than are told apart, with names as long as they may be, and every outcome: nothing is lost,
+    and what comes later has its place as well.
+    """
+    own = LedgerTally(own_ledger, "worker")
+    tasks = [f"{number:_>200}" for number in range(250)]
+    queues = [f"{number:_>48}" for number in range(120)]
+    of_pairs = [metric for metric in metrics.BY_WORD.values() if metric.labels[:2] == ("task", "queue")]
+    pairs = [*zip(tasks, itertools.cycle(queues), strict=False)]
+    pairs += zip(tasks, itertools.cycle(queues[1:]), strict=False)  # each task once more, when the pairs are used up
+    pairs += itertools.product(tasks[:10], queues)
+    for pair in pairs:
+        for metric in of_pairs:
+            for outcome in get_args(AttemptOutcome) if "outcome" in metric.labels else [None]:
+                last = [] if outcome is None else [outcome.lower()]
+                own.add({(metric.word or "", *pair, *last): [1.0] * metric.size})
+    for queue, found in itertools.product(queues, get_args(Found)):
+        own.add({("claimed", queue, found): [1.0]})
+    for task in tasks:
+        own.add({("buried", task): [1.0], ("suspected", task): [1.0]})
+    for metric in metrics.BY_WORD.values():
+        if not {"task", "queue"} & {*metric.labels}:
+            own.add({(metric.word or "", *metric.labels): [1.0] * metric.size})
+
+    def counted(word: str) -> float:
+        return sum(values[0] for key, values in own_ledger.read().items() if key[0] == word)
+
+    assert counted("finished") == len(pairs) * len(get_args(AttemptOutcome))
+    assert counted("duration") == counted("failed") == len(pairs)
+    assert counted("claimed") == len(queues) * len(get_args(Found))
+    assert counted("buried") == len(tasks)
+    assert counted("fenced") == counted("lease_lost") == 1
+
+
+def test_the_page_says_what_the_ledger_has(own_ledger: Ledger) -> None:
+    """After a death, whoever finds these tasks on the page need not count them once more."""
+    page = Page(1)
+    own = LedgerTally(own_ledger, "worker", page)
+    own.add({("failed", "mail", "default"): [1.0]})
+    assert not page.read().is_counted
+    own.settled([])
+    assert page.read().is_counted
+    page.close()
 
 
 # --- the book ---
@@ -292,6 +367,30 @@ def test_causes_are_there_from_the_start() -> None:
     assert by_labels(series, "tasklib_leases_lost_total", "how") == {("ran_out",): 0.0, ("fenced",): 0.0}
 
 
+def test_what_is_known_of_a_task_is_there_before_it_happens() -> None:
+    """It was claimed: however it ends, and if it never failed before, there is a nought to begin with. Of a queue, how
+    its tasks are found; of a loop, how it fails.
+    """
+    totals: Amounts = {
+        ("wait", "mail", "bulk"): histogram(metrics.WAIT.buckets, [0.3]),
+        ("claimed", "bulk", "poll"): [1.0],
+        ("rounds", "keeper", "duties"): [5.0],
+    }
+    series = parsed(told(STATUS, totals))
+    assert by_labels(series, "tasklib_tasks_finished_total", "task", "queue", "outcome") == {
+        ("mail", "bulk", outcome.lower()): 0.0 for outcome in get_args(AttemptOutcome)
+    }
+    for name in ("tasks_failed_total", "tasks_retried_total", "task_duration_seconds_count"):
+        assert value(series, f"tasklib_{name}", task="mail", queue="bulk") == 0
+    assert value(series, "tasklib_tasks_buried_total", task="mail") == 0
+    assert by_labels(series, "tasklib_tasks_claimed_total", "queue", "found") == {
+        ("bulk", found): 1.0 if found == "poll" else 0.0 for found in get_args(Found)
+    }
+    assert by_labels(series, "tasklib_database_errors_total", "process", "loop", "kind") == {
+        ("keeper", "duties", kind): 0.0 for kind in get_args(FailureKind)
+    }
+
+
 def test_before_the_first_status_there_is_an_answer() -> None:
     """It says how long nothing was told."""
     series = parsed(told({}))
@@ -308,6 +407,45 @@ def test_it_is_made_once_for_what_is_told_once(monkeypatch: pytest.MonkeyPatch) 
     assert all(text is texts[0] for text in texts)
     heard.take_totals({("buried", "a"): [1.0]})
     assert app.answer("GET", "/metrics", {}).text is not texts[0]
+
+
+def test_ages_grow_although_nobody_tells_anything() -> None:
+    """A supervisor that hangs, a keeper that reads no more: that is when their ages matter."""
+    now = [100.0]
+    heard = Heard(lambda: now[0])
+    heard.take(STATUS)
+    heard.take_gauges(CLUSTER, read_at=95.0)
+    app = HealthApp(Web(), heard)
+
+    def ages() -> tuple[float | None, float | None]:
+        text = app.answer("GET", "/metrics", {}).text
+        assert text is not None
+        series = parsed(text.decode())
+        return value(series, "tasklib_status_age_seconds"), value(series, "tasklib_gauges_age_seconds")
+
+    assert ages() == (0.0, 5.0)
+    now[0] = 160.0
+    assert ages() == (60.0, 65.0)
+
+
+def test_while_one_worker_replaces_another_the_one_that_serves_is_told() -> None:
+    """Both have the same slot. A series must not be there twice, nor jump between them."""
+    old: ChildStatus = {"slot": 1, "pid": 2, "state": "stopping", "running": 1, "restarts": 3, "memory_bytes": 10}
+    new: ChildStatus = {"slot": 1, "pid": 3, "state": "ready", "running": 2, "restarts": 3, "memory_bytes": 20}
+    for workers in ([old, new], [new, old]):
+        text = told({**STATUS, "workers": workers})
+        series = parsed(text)
+        assert value(series, "tasklib_worker_executing_tasks", slot="1") == 2
+        assert value(series, "tasklib_process_resident_memory_bytes", role="worker", slot="1") == 20
+        assert text.count("tasklib_worker_executing_tasks{") == 1
+
+
+def test_a_worker_that_hangs_is_not_told_as_ready() -> None:
+    """It has a slot and a process, and does nothing."""
+    series = parsed(told({**STATUS, "workers": [{"slot": 1, "pid": 2, "state": "ready", "is_hung": True}]}))
+    assert value(series, "tasklib_workers", state="hung") == 1
+    assert value(series, "tasklib_workers", state="ready") == 0
+    assert value(series, "tasklib_slots") == 0
 
 
 def test_labels_are_escaped() -> None:

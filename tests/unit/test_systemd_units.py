@@ -96,6 +96,15 @@ def test_the_unit_knows_the_daemon(unit: str) -> None:
     assert values(unit, "RuntimeDirectory")[0].startswith("tasklibd")  # where the commands look for it
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_children_are_left_to_the_supervisor(unit: str) -> None:
+    """Which ends them in its order; one that is out of memory dies alone; and none of them speaks for the service. Its
+    sockets are nobody else's.
+    """
+    keys = ("Type", "NotifyAccess", "KillMode", "OOMPolicy", "RuntimeDirectoryMode")
+    assert [values(unit, key) for key in keys] == [["notify"], ["main"], ["mixed"], ["continue"], ["0700"]]
+
+
 @pytest.mark.skipif(shutil.which("systemd-sysusers") is None or os.geteuid() != 0, reason="needs systemd, and root")
 def test_the_user_is_made(tmp_path: Path) -> None:
     """With no shell and no home."""

@@ -6,7 +6,8 @@
 -- What is due counts although no worker has made it ready: there may be none, because there was nothing to do. And what is
 -- held counts, so that nobody is taken away while a task runs.
 -- Counts up to `most`, and reads no more than that of each kind: a scaler asks every few seconds, and only wants to know
--- whether it is more than all of its workers can do. What will be due later is not read.
+-- whether it is more than all of its workers can do. What will be due later is not read. Nor is it compiled, which would take
+-- half a second (see tasklib.queue_statistics).
 create or replace function tasklib.backlog(queues text[] default null, most bigint default 10000) returns bigint
     language sql stable security definer
     set search_path = pg_catalog, pg_temp
@@ -15,6 +16,7 @@ create or replace function tasklib.backlog(queues text[] default null, most bigi
     set enable_hashjoin = off
     set enable_mergejoin = off
     set max_parallel_workers_per_gather = 0
+    set jit = off
 as $$
     with recursive lanes (queue) as (
         (select task.queue::text from tasklib.tasks as task where task.ready and $1 is null order by task.queue limit 1)

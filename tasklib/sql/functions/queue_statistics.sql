@@ -3,9 +3,15 @@
 --
 --     select * from tasklib.queue_statistics();
 --
--- Nothing is read but what waits or is held, and of that no more than `most` of each kind in each queue, a tenth where
--- the rows themselves have to be read. The oldest is looked for among the hundred that come first by their age in each
--- priority, of which the hundred lowest are looked at: one that was delayed is not old because it was made long ago.
+-- Nothing is read but what waits or is held, and of that no more than `most` ready ones in each queue; a tenth, of all
+-- queues together, where the rows themselves have to be read: those whose time comes first, be it to run or to expire. The
+-- oldest is looked for among the hundred that were made first in each priority, of which the hundred lowest are looked at:
+-- one that was delayed, or retried, is not old because it was made long ago. Where there are more, a few are looked at that
+-- were made a minute ago, two, five and so on: behind thousands of retries that have just become ready again, what is new
+-- may have waited for an hour. It is in the order of the claims, so what was made after one that waits has waited, too.
+--
+-- Without jit: before PostgreSQL 18, scans that are off and taken all the same make a plan look so dear that it is compiled,
+-- and that took a second, with no task in the table.
 --
 -- Security definer: who may look at figures need not see the tasks.
 create or replace function tasklib.queue_statistics(in_queue text default null, most bigint default 1000000)
@@ -19,6 +25,7 @@ create or replace function tasklib.queue_statistics(in_queue text default null, 
     set enable_hashjoin = off
     set enable_mergejoin = off
     set max_parallel_workers_per_gather = 0
+    set jit = off
 as $$
     with recursive lanes (queue) as (
         select first.queue
@@ -43,13 +50,21 @@ as $$
                                 order by task.priority limit 1) as higher
          where ranks.place < 100
     ), ages as (
-        select ranks.queue, min(first.since) as oldest, max(last.since) as newest
+        select ranks.queue, min(least(first.since, later.since)) as oldest, max(last.since) as newest
           from ranks
          cross join lateral (
-             select min(greatest(head.created_at, head.scheduled_at, head.next_retry_at)) as since
+             select min(greatest(head.created_at, head.scheduled_at, head.next_retry_at)) as since, count(*) as tasks
                from (select task.created_at, task.scheduled_at, task.next_retry_at from tasklib.tasks as task
                       where task.ready and task.queue = ranks.queue and task.priority = ranks.priority
                       order by task.created_at limit 100) as head) as first
+         cross join lateral (
+             select min(greatest(found.created_at, found.scheduled_at, found.next_retry_at)) as since
+               from unnest(case when first.tasks = 100 then
+                        array[60, 120, 300, 600, 1200, 2400, 4800, 9600, 19200, 86400] end) as made (seconds_ago),
+                    lateral (select task.created_at, task.scheduled_at, task.next_retry_at from tasklib.tasks as task
+                              where task.ready and task.queue = ranks.queue and task.priority = ranks.priority
+                                and task.created_at >= (select clock_timestamp()) - made.seconds_ago * interval '1 second'
+                              order by task.created_at limit 5) as found) as later
          cross join lateral (
              select max(greatest(tail.created_at, tail.scheduled_at, tail.next_retry_at)) as since
                from (select task.created_at, task.scheduled_at, task.next_retry_at from tasklib.tasks as task
@@ -82,16 +97,18 @@ as $$
          where $1 is null or held.queue = $1
          group by 1, 2
     )
-    select counts.queue,
+    select found.queue,
            coalesce(sum(tasks) filter (where kind = 'ready'), 0)::bigint,
            coalesce(sum(tasks) filter (where kind = 'scheduled'), 0)::bigint,
            coalesce(sum(tasks) filter (where kind = 'retrying'), 0)::bigint,
            coalesce(sum(tasks) filter (where kind = 'claimed'), 0)::bigint,
            coalesce(sum(tasks) filter (where kind = 'running'), 0)::bigint,
-           greatest(extract(epoch from clock_timestamp() - min(ages.oldest)), 0)::double precision,
-           greatest(extract(epoch from clock_timestamp() - max(ages.newest)), 0)::double precision
-      from counts left join ages on ages.queue = counts.queue
-     group by counts.queue
-     order by counts.queue
+           greatest(extract(epoch from clock_timestamp() - min(oldest)), 0)::double precision,
+           greatest(extract(epoch from clock_timestamp() - max(newest)), 0)::double precision
+      from (select counts.queue, kind, tasks, null::timestamptz as oldest, null::timestamptz as newest from counts
+            union all  -- a join would compare each queue with each
+            select ages.queue, 'age', 0, oldest, newest from ages) as found
+     group by found.queue
+     order by found.queue
 $$;
 revoke all on function tasklib.queue_statistics(text, bigint) from public;

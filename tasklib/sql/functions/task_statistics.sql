@@ -15,6 +15,7 @@ create or replace function tasklib.task_statistics(time_window interval default 
     language sql stable security definer
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
+    set jit = off
 as $$
     with bounds as (
         select date_trunc('minute', clock_timestamp() - $1) as since, clock_timestamp() as now
