@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import re
 import time
+from collections import deque
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg import conninfo, errors, generators, sql
-from psycopg.adapt import Transformer
-from psycopg.pq import ExecStatus, Format
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.pq import ConnStatus, ExecStatus, Format
 from psycopg.rows import tuple_row
 from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
@@ -34,7 +36,7 @@ from tasklib.errors import (
 from tasklib.strict_json import MAX_NUMBER_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from psycopg.abc import PQGen
     from psycopg.pq.abc import PGresult
@@ -289,16 +291,60 @@ def _prepare(conn: BoundedConnection | WatchedConnection, text: str) -> PQGen[No
     conn.prepared = Prepared(number, text)
 
 
+def send_as_transaction(conn: BoundedConnection, settings: bytes, statement: Statement[T]) -> T:
+    """One statement and its settings, on a connection that is ours until it has committed: all in one round trip."""
+    return conn.wait(_as_transaction(conn, settings, statement))
+
+
+def _as_transaction(conn: BoundedConnection, settings: bytes, statement: Statement[T]) -> PQGen[T]:
+    """Not by psycopg's own pipeline, which ends with a Flush after the Sync. If that comes a moment later, PgBouncer
+    1.18 takes it for the begin of the next transaction, and keeps a server connection for who says nothing more.
+    """
+    dumper = Transformer(conn)
+    values = dumper.dump_sequence(statement.parameters, [PyFormat.AUTO] * len(statement.parameters))
+    send_query = functools.partial(conn.pgconn.send_query_params, result_format=Format.BINARY)
+    commands: deque[Callable[[], None]] = deque(
+        [
+            functools.partial(send_query, b"begin isolation level read committed", None),
+            functools.partial(send_query, settings, None),
+            functools.partial(send_query, statement.sql.encode(), values, dumper.types, dumper.formats),
+            functools.partial(send_query, b"commit", None),
+            conn.pgconn.pipeline_sync,
+        ]
+    )
+    expected = len(commands)
+    conn.pgconn.enter_pipeline_mode()
+    try:
+        answers = yield from generators.pipeline_communicate(conn.pgconn, commands)
+        yield from generators.send(conn.pgconn)
+        while len(answers) < expected:
+            answers.append((yield from generators.fetch_many(conn.pgconn)))
+    finally:
+        if conn.pgconn.status == ConnStatus.OK:
+            conn.pgconn.exit_pipeline_mode()
+    _begun, _set, answer, *_ended = results = [each for several in answers for each in several]
+    _raise_failure(results)
+    return statement.read(_loaded(conn, answer))
+
+
 def _rows(conn: BoundedConnection | WatchedConnection, results: Sequence[PGresult]) -> list[Row]:
     """Of the first result. A commit that fails is told by a second one."""
+    _raise_failure(results)
+    return _loaded(conn, results[0])
+
+
+def _raise_failure(results: Sequence[PGresult]) -> None:
     for each in results:
         if each.status == ExecStatus.FATAL_ERROR:
             raise errors.error_from_result(each, "utf-8")
-    if not results[0].ntuples:
+
+
+def _loaded(conn: BoundedConnection | WatchedConnection, result: PGresult) -> list[Row]:
+    if not result.ntuples:
         return []
     reader = Transformer(conn)
-    reader.set_pgresult(results[0])
-    return reader.load_rows(0, results[0].ntuples, tuple)
+    reader.set_pgresult(result)
+    return reader.load_rows(0, result.ntuples, tuple)
 
 
 _OUTDATED = frozenset({"26000", "0A000"})  # somebody has deallocated it; its rows have other types now

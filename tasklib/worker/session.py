@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from tasklib.connection import (
     WORKER_SETTINGS,
@@ -22,6 +21,7 @@ from tasklib.connection import (
     is_passing_conflict,
     meet,
     send_alone,
+    send_as_transaction,
     worker_connection_string,
 )
 from tasklib.log import log
@@ -130,17 +130,11 @@ class Session:
         """A server connection is ours for one transaction, and so are its settings: they go with each statement, all in
         one round trip.
         """
-        with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
-            try:
-                with conn.pipeline():
-                    conn.execute("begin isolation level read committed")
-                    conn.execute(self._settings_for_once)
-                    cursor.execute(statement.sql, statement.parameters, binary=True)
-                    conn.execute("commit")
-            except psycopg.Error:
-                _end_transaction(conn)
-                raise
-            return statement.read(cursor.fetchall() if cursor.description else [])
+        try:
+            return send_as_transaction(conn, self._settings_for_once, statement)
+        except psycopg.Error:
+            _end_transaction(conn)
+            raise
 
     def _connect(self) -> BoundedConnection:
         conn = self._made()
@@ -182,8 +176,9 @@ def _end_transaction(conn: BoundedConnection) -> None:
         conn.close()
 
 
-def _set_local(settings: dict[str, str]) -> sql.Composed:
+def _set_local(settings: dict[str, str]) -> bytes:
     set_config = sql.SQL("set_config({}, {}, true)")
-    return sql.SQL("select ") + sql.SQL(", ").join(
+    given = [
         set_config.format(name, value) for name, value in settings.items() if name != "default_transaction_isolation"
-    )
+    ]
+    return (sql.SQL("select ") + sql.SQL(", ").join(given)).as_bytes()

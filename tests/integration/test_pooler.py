@@ -221,6 +221,18 @@ def test_a_session_has_its_settings_for_each_statement(config: tasklib.Config, u
     assert len(seen) == SERVER_CONNECTIONS
 
 
+def test_nothing_is_sent_behind_the_end_of_a_transaction(config: tasklib.Config, tmp_path: Path) -> None:
+    """PgBouncer would take it for the begin of the next one, and keep a server connection for it."""
+    trace = tmp_path / "trace"
+    with contextlib.closing(Session(config, "test")) as session, trace.open("w") as file:
+        session.connection().pgconn.trace(file.fileno())
+        assert session.run(Statement("select $1::int", (1,), list)) == [(1,)]
+        session.connection().pgconn.untrace()
+    messages = [line.split("\t") for line in trace.read_text().splitlines()]
+    sent = [name for _, side, _, name, *_ in messages if side == "F"]
+    assert sent[-2:] == ["Execute", "Sync"]
+
+
 def test_a_refused_statement_leaves_no_transaction_open(config: tasklib.Config, client: tasklib.Client) -> None:
     """The error is the statement's own, and the next statement runs on the same connection."""
     with contextlib.closing(Session(config, "test", settings="-c lock_timeout=50ms")) as session:
