@@ -78,18 +78,22 @@ class ArgumentSchema:
 
     def decode(self, args_json: str | bytes, kwargs_json: str | bytes) -> tuple[tuple[object, ...], dict[str, object]]:
         """The positional and keyword arguments to call the function with."""
-        signature = self._signature()
-        try:
-            text = signature.join(self._task_name, args_json, kwargs_json)
-        except InvalidArguments:
-            raise
-        except ValueError as error:
-            raise InvalidArguments(f"{self._task_name}: the stored arguments are not JSON: {error}") from None
+        signature = self._compiled or self._signature()
+        is_plain = not signature.by_position_only and args_json in _NO_ARGS  # nearly always
+        text = kwargs_json if is_plain else self._joined(signature, args_json, kwargs_json)
         try:
             values: dict[str, object] = signature.validator.validate_json(text)
         except ValidationError as error:
             raise _misfit(self._task_name, error) from None
-        return signature.as_call(self._task_name, values)
+        return ((), values) if is_plain else signature.as_call(self._task_name, values)
+
+    def _joined(self, signature: _Signature, args_json: str | bytes, kwargs_json: str | bytes) -> str | bytes:
+        try:
+            return signature.join(self._task_name, args_json, kwargs_json)
+        except InvalidArguments:
+            raise
+        except ValueError as error:
+            raise InvalidArguments(f"{self._task_name}: the stored arguments are not JSON: {error}") from None
 
     def json_schema(self) -> dict[str, object]:
         """Every parameter by its name, also those that are stored by position."""
@@ -219,8 +223,6 @@ class _Signature:
         """The inverse of `split`. Any function may find an array here: who submits by name alone cannot know which
         parameters are positional-only.
         """
-        if not self.by_position_only and args_json in ("{}", "[]"):
-            return kwargs_json
         args = from_json(args_json)
         kwargs = from_json(kwargs_json)
         if not isinstance(args, list) and args != {}:
@@ -339,6 +341,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
 
 
+_NO_ARGS = ("{}", "[]")
 _NO_FLOAT = (str, int, bool, NoneType, UUID, date, timedelta, Decimal, bytes)
 _PLAIN = (*_NO_FLOAT, float)
 _PLAIN_CONTAINERS = {list, set, frozenset, tuple}

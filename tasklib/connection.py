@@ -272,7 +272,9 @@ def _by_hand(conn: BoundedConnection | WatchedConnection, statement: Statement[T
         yield from _prepare(conn, statement.sql)
     assert conn.prepared is not None  # noqa: S101 - by now
     assert statement.as_bytes is not None  # noqa: S101 - asked before
-    conn.pgconn.send_query_prepared(conn.prepared.name, statement.as_bytes(), result_format=Format.BINARY)
+    values = statement.as_bytes()
+    formats = [Format.BINARY] * len(values) if statement.is_binary else None
+    conn.pgconn.send_query_prepared(conn.prepared.name, values, formats, result_format=Format.BINARY)
     results = yield from generators.execute(conn.pgconn)
     try:
         return statement.read(_rows(conn, results))

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from pydantic_core import to_json
 
+from tasklib import arrays
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
 from tasklib.options import check_moment, check_text, check_whole, checked_options
@@ -44,7 +45,8 @@ class Statement(Generic[T_co]):
     parameters: Sequence[Any]
     read: Callable[[list[Row]], T_co]
     is_change: bool = True
-    as_bytes: Callable[[], Sequence[bytes | None]] | None = None  # the parameters once more, as text: see send_alone
+    as_bytes: Callable[[], Sequence[bytes | None]] | None = None  # the parameters once more: see send_alone
+    is_binary: bool = False  # these bytes are PostgreSQL's binary form, and not text
 
 
 class ListFilters(TypedDict, total=False):
@@ -272,16 +274,23 @@ class WorkerStatements:
         parameters = (worker_id, f"[{','.join(settled)}]", list(claim_ids))
         return Statement(self._tasks["settle"], parameters, _read_column)
 
-    def complete(
-        self,
-        worker_id: str,
-        completed: Sequence[tuple[UUID, int, float, float, str | None]],
-        claim_ids: Iterable[int] = (),
-    ) -> Statement[list[UUID]]:
-        """(task, token, started, finished, result): what succeeded, and needs nothing else. Seconds since 1970."""
-        columns = [list(column) for column in zip(*completed, strict=True)]
-        parameters = (worker_id, *columns, list(claim_ids))
-        return Statement(self._tasks["complete"], parameters, lambda rows: rows[0][0] if rows else columns[0])
+    def complete(self, worker_id: str, completed: Completions, claim_ids: Iterable[int] = ()) -> Statement[list[UUID]]:
+        """What succeeded, and needs nothing else."""
+        claims = list(claim_ids)
+        parameters = (worker_id, *completed, claims)
+
+        def as_bytes() -> list[bytes]:
+            ids, tokens, started, finished, results = completed
+            times = arrays.doubles(started), arrays.doubles(finished)
+            return [
+                worker_id.encode(), arrays.uuids(ids), arrays.bigints(tokens), *times, arrays.texts(results),
+                arrays.bigints(claims),
+            ]  # fmt: skip
+
+        def read(rows: list[Row]) -> list[UUID]:
+            return rows[0][0] if rows else completed.ids
+
+        return Statement(self._tasks["complete"], parameters, read, as_bytes=as_bytes, is_binary=True)
 
     def written(self, worker_id: str, task_ids: Sequence[UUID]) -> Statement[list[tuple[UUID, int]]]:
         """The runs of this worker, with their tokens, whose end is written."""
@@ -346,6 +355,16 @@ class WorkerStatements:
 
     def forget_claim(self, worker_id: str, claim_id: int) -> Statement[None]:
         return Statement(self._claims["forget"], (worker_id, claim_id), lambda _: None)
+
+
+class Completions(NamedTuple):
+    """Successes, by column."""
+
+    ids: list[UUID]
+    tokens: list[int]
+    started: list[float]  # seconds since 1970
+    finished: list[float]
+    results: list[str | None]
 
 
 class Promotion(NamedTuple):

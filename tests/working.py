@@ -15,7 +15,7 @@ from tasklib import TaskWorker
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Rules, decide
 from tasklib.sql import queries
-from tasklib.statements import WorkerDescription, WorkerStatements, settlement_json
+from tasklib.statements import Completions, WorkerDescription, WorkerStatements, settlement_json
 from tasklib.worker.session import Session
 from tests.waiting import wait_until
 
@@ -122,8 +122,9 @@ class ManualWorker:
         outcome = Completed('{"value": 1}') if outcome is None else outcome
         if by == "complete":
             assert isinstance(outcome, Completed)
-            row = (claimed.held.id, claimed.held.fencing_token, now.timestamp(), now.timestamp(), outcome.result)
-            return bool(self.session.run(self.statements.complete(self.id, [row], [claimed.claim_id])))
+            moment = [now.timestamp()]
+            row = Completions([claimed.held.id], [claimed.held.fencing_token], moment, moment, [outcome.result])
+            return bool(self.session.run(self.statements.complete(self.id, row, [claimed.claim_id])))
         settlement = decide(claimed.held, outcome, now, rules or Rules())
         json = settlement_json(claimed.held, settlement, started_at=now - timedelta(milliseconds=1), finished_at=now)
         return bool(self.session.run(self.statements.settle(self.id, [json], [claimed.claim_id])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Buffer:
         # By execution, not by task: one that goes back at once may be claimed again before its end is noted here.
         self._executing: dict[Execution, None] = {}
         self._unsettled: dict[Execution, None] = {}
-        self._claims: dict[int, set[Execution]] = {}
+        self._claims: Counter[int] = Counter()  # how many of each are unsettled
         self._is_open = True
         self._may_take = True  # open, and not paused
         self._idle_threads = 0
@@ -80,7 +80,7 @@ class Buffer:
         with self._lock:
             for each in executions:
                 self._unsettled[each] = None
-                self._claims.setdefault(each.claimed.claim_id, set()).add(each)
+                self._claims[each.claimed.claim_id] += 1
                 if each.needs_mark:
                     self._careful.append(each)
                 else:
@@ -192,23 +192,20 @@ class Buffer:
         with self._lock:
             return list(self._unsettled)
 
-    def claims_ended_by(self, executions: set[Execution]) -> list[int]:
+    def claims_ended_by(self, executions: Collection[Execution]) -> list[int]:
         """The claims of which nothing is left once these are settled."""
         with self._lock:
-            touched = {each.claimed.claim_id for each in executions if each in self._unsettled}
-            return [claim for claim in touched if self._claims[claim] <= executions]
+            return [claim for claim, count in self._unsettled_of(executions).items() if count == self._claims[claim]]
 
     def settled(self, executions: Collection[Execution]) -> None:
         """Committed, or lost: no longer ours."""
         with self._lock:
+            for claim, count in self._unsettled_of(executions).items():
+                self._claims[claim] -= count
+                if not self._claims[claim]:
+                    del self._claims[claim]
             for each in executions:
-                if each not in self._unsettled:
-                    continue
-                del self._unsettled[each]
-                rest = self._claims[each.claimed.claim_id]
-                rest.discard(each)
-                if not rest:
-                    del self._claims[each.claimed.claim_id]
+                self._unsettled.pop(each, None)
         self.on_settled(executions)
 
     def remove_waiting(self, executions: Iterable[Execution]) -> list[Execution]:
@@ -288,6 +285,10 @@ class Buffer:
             self._last_take = time.monotonic()
             taken += started
         return taken
+
+    def _unsettled_of(self, executions: Collection[Execution]) -> Counter[int]:
+        """How many of each claim."""
+        return Counter([each.claimed.claim_id for each in executions if each in self._unsettled])
 
     def _suspect_executes(self) -> bool:
         return len(self._executing) == 1 and next(iter(self._executing)).task.suspect

@@ -79,17 +79,27 @@ class Menu:
         self._found = (new + self._found)[:10]
         return new
 
-    def execution(self, claimed: ClaimedTask) -> Execution:
-        name = claimed.held.name
-        function = self._registry.get(name) if name in self._registry else None
-        is_coroutine = self._is_coroutine.get(name)
-        if is_coroutine is None:
-            is_coroutine = self._is_coroutine[name] = (
-                function is not None
-                and function.task_options.isolation == "worker"  # else a thread attends to its process
-                and is_async(function.function)
-            )
-        return Execution(claimed, function, is_coroutine=is_coroutine)
+    def executions(self, tasks: Iterable[ClaimedTask]) -> list[Execution]:
+        kinds: dict[str, tuple[TaskFunction[..., Any] | None, bool]] = {}
+        made = []
+        for claimed in tasks:
+            name = claimed.held.name
+            if name not in kinds:
+                kinds[name] = self._kind(name)
+            function, is_coroutine = kinds[name]
+            made.append(Execution(claimed, function, is_coroutine=is_coroutine))
+        return made
+
+    def _kind(self, name: str) -> tuple[TaskFunction[..., Any] | None, bool]:
+        """The function, and whether it runs on the tasks' loop."""
+        if name not in self._registry:
+            return None, False
+        function = self._registry.get(name)
+        if name not in self._is_coroutine:
+            # One with a process of its own has a thread that attends to it.
+            is_alone = function.task_options.isolation == "process"
+            self._is_coroutine[name] = not is_alone and is_async(function.function)
+        return function, self._is_coroutine[name]
 
     def isolated(self) -> list[TaskFunction[..., Any]]:
         """Those that want a process of their own."""
@@ -371,7 +381,7 @@ class Claimer:
         return True
 
     def _add(self, tasks: Sequence[ClaimedTask]) -> None:
-        for late in self._buffer.add([self._menu.execution(task) for task in tasks]):
+        for late in self._buffer.add(self._menu.executions(tasks)):
             self._report(late, Interrupted(began=late.is_marked, ran=False))
         self._start_careful()
 

@@ -43,7 +43,7 @@ from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
 from tasklib.worker.loop import Loop
 from tasklib.worker.processes import Processes
-from tasklib.worker.runners import CoroutineRunner, Report, ThreadRunner
+from tasklib.worker.runners import CoroutineRunner, ThreadRunner
 from tasklib.worker.session import Session
 from tasklib.worker.surroundings import WorkerSurroundings, describe
 from tasklib.worker.tally import Counts, Tally
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from tasklib.current import CurrentTask
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
-    from tasklib.worker.runners import NewLoop
+    from tasklib.worker.runners import NewLoop, Report
     from tasklib.worker.witness import Witness
 
 ABANDON_AFTER_SECONDS = 5.0  # for what ignores being told to stop
@@ -180,7 +180,8 @@ class Crew:
         self._witness.began(execution)
         if self.finisher.is_resting and not execution.is_marked:
             self.loops["finish"].wake()
-        if min(execution.deadline, self.lease.valid_until) < self.watch.next_at:
+        next_at = self.watch.next_at
+        if execution.deadline < next_at or self.lease.valid_until < next_at:
             self.loops["watch"].wake()
         return True
 
@@ -194,7 +195,7 @@ class Crew:
 
     def report(self, execution: Execution, outcome: Outcome) -> None:
         """An execution has ended, or will not begin."""
-        self.report_all([Report(execution, outcome, time.monotonic())])
+        self.report_all([(execution, outcome, time.monotonic())])
 
     def report_all(self, reports: Sequence[Report]) -> None:
         """Those of one turn of the tasks' event loop: what is done for all of them together costs each one little."""
@@ -202,13 +203,16 @@ class Crew:
         reading = self._clock.reading
         is_told = logger.isEnabledFor(logging.INFO)
         for execution, outcome, moment in reports:
-            if isinstance(outcome, Completed):  # needs neither rules nor the date
-                settlement = succeeded(outcome)
-            else:
-                settlement = self._decide(execution, outcome, reading.at(moment))
             self._witness.ended(execution)  # before somebody else can settle it
+            seconds = moment - execution.started if execution.has_begun else 0.0
+            if isinstance(outcome, Completed):  # needs neither rules nor the date
+                self.finisher.add_success(execution, outcome, moment, reading)
+                done.append((execution, seconds))
+                if is_told:
+                    _tell(execution.task, succeeded(outcome), seconds)
+                continue
+            settlement = self._decide(execution, outcome, reading.at(moment))
             self.finisher.add(execution, settlement, moment, reading)
-            seconds = max(moment - execution.started, 0.0)
             if settlement.began:
                 done.append((execution, seconds))
             else:

@@ -6,12 +6,11 @@ import ctypes
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tasklib.outcomes import TaskInterrupt
 
 if TYPE_CHECKING:
-    import asyncio
     from datetime import datetime
     from uuid import UUID
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
     from tasklib.worker.clock import DatabaseClock
-    from tasklib.worker.processes import Child
     from tasklib.worker.transactions import Transaction
 
 
@@ -29,11 +27,19 @@ _one_at_a_time = threading.Lock()
 class Execution:
     """The task, where it runs, and the way to stop it. Its fields change under the buffer's lock, or by its runner."""
 
-    __slots__ = (
-        "cancel_limit", "claimed", "deadline", "function", "has_ended", "inside", "interrupt_kind", "is_committed",
-        "is_coroutine", "is_marked", "is_reported_stuck", "locked_since", "opening", "started", "started_at", "task",
-        "timeout_limit", "transaction",
-    )  # fmt: skip
+    started = math.inf  # monotonic
+    started_at: datetime | None = None  # by the database's clock, once somebody has been told
+    deadline = math.inf  # when it is told to stop
+    timeout_limit = math.inf  # after that; two, since two threads write them
+    cancel_limit = math.inf
+    is_marked = False  # `running` in the database
+    is_reported_stuck = False
+    interrupt_kind: type[TaskInterrupt] | None = None
+    inside: Seat | None = None
+    transaction: Transaction[Any] | None = None
+    opening: Any = None  # a lock, from the first time that the task asks for its connection
+    has_ended = False  # its function has
+    is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
         self.claimed = claimed
@@ -41,19 +47,6 @@ class Execution:
         self.function = function
         self.is_coroutine = is_coroutine
         self.locked_since = claimed.held.claimed_at
-        self.started = math.inf  # monotonic
-        self.started_at: datetime | None = None  # by the database's clock, once somebody has been told
-        self.deadline = math.inf  # when it is told to stop
-        self.timeout_limit = math.inf  # after that; two, since two threads write them
-        self.cancel_limit = math.inf
-        self.is_marked = False  # `running` in the database
-        self.is_reported_stuck = False
-        self.interrupt_kind: type[TaskInterrupt] | None = None
-        self.inside: ThreadSeat | CoroutineSeat | Child | None = None
-        self.transaction: Transaction[Any] | None = None
-        self.opening: Any = None  # a lock, from the first time that the task asks for its connection
-        self.has_ended = False  # its function has
-        self.is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 
     @property
     def id(self) -> UUID:
@@ -109,6 +102,12 @@ class Execution:
             inside.interrupt(kind, self)
 
 
+class Seat(Protocol):
+    """Where it executes, for who has to stop it."""
+
+    def interrupt(self, kind: type[TaskInterrupt], occupant: Execution) -> None: ...
+
+
 class ThreadSeat:
     """Raises an exception inside the thread that sits in it, and only while it does.
 
@@ -155,20 +154,6 @@ class ThreadSeat:
         _raise_in_thread(self._thread_id, TaskInterrupt)
         while True:
             pass
-
-
-class CoroutineSeat:
-    """Cancels an asyncio task from another thread."""
-
-    __slots__ = ("_loop", "_task")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-        self._loop = loop
-        self._task = task
-
-    def interrupt(self, _kind: type[TaskInterrupt], _occupant: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._task.cancel)
 
 
 def _raise_in_thread(thread_id: int, kind: type[BaseException]) -> None:

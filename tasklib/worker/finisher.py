@@ -11,14 +11,14 @@ import itertools
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import psycopg
 
 from tasklib.connection import is_about_rows, is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Interrupted, Problem, Rules, Settlement, decide
-from tasklib.statements import settlement_json
+from tasklib.outcomes import Completed, Interrupted, Problem, Rules, Settlement, decide, succeeded
+from tasklib.statements import Completions, settlement_json
 from tasklib.states import State
 from tasklib.strict_json import storable
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.outcomes import AttemptOutcome
-    from tasklib.statements import Statement, WorkerStatements
+    from tasklib.statements import WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock, Reading
     from tasklib.worker.execution import Execution
@@ -44,6 +44,9 @@ MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
 PROGRESS_EVERY_SECONDS = 0.5
 
 
+Success: TypeAlias = "tuple[Execution, str | None, float, Reading]"  # with its result, and when: as in Ended
+
+
 class Ended(NamedTuple):
     """An execution and what becomes of its task."""
 
@@ -52,24 +55,6 @@ class Ended(NamedTuple):
     moment: float  # monotonic
     reading: Reading  # the date was told by this one, and is told again by it
     progress: str | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """A success, and nothing more to say of it."""
-        return (
-            self.settlement.state is State.COMPLETED
-            and self.settlement.problem is None
-            and self.progress is None
-            and self.execution.has_begun
-            and not self.execution.is_committed
-        )
-
-    def to_row(self) -> tuple[UUID, int, float, float, str | None]:
-        execution, epoch_at = self.execution, self.reading.epoch_at
-        started_at = execution.started_at
-        started = epoch_at(execution.started) if started_at is None else started_at.timestamp()
-        finished = max(epoch_at(self.moment), started)
-        return execution.task.id, execution.task.fencing_token, started, finished, self.settlement.result
 
     def to_json(self) -> str:
         """What was completed in its own transaction is given back: which changes nothing, unless a crash of the server
@@ -98,7 +83,8 @@ class Finisher:
         self._buffer = buffer
         self._clock = clock
         self._tally = tally
-        self._ended: deque[Ended] = deque()
+        self._successes: deque[Success] = deque()
+        self._ended: deque[Ended] = deque()  # all else that ended
         self._most = LARGEST_BATCH
         self._blocked: list[Ended] = []
         self._blocked_until = 0.0
@@ -110,8 +96,14 @@ class Finisher:
         self.on_settled: Callable[[], None] = lambda: None
 
     def add(self, execution: Execution, settlement: Settlement, moment: float, reading: Reading) -> None:
-        progress = self.take_progress(execution) if self._progress else None
-        self._ended.append(Ended(execution, settlement, moment, reading, progress))
+        self._ended.append(Ended(execution, settlement, moment, reading, self.take_progress(execution)))
+
+    def add_success(self, execution: Execution, outcome: Completed, moment: float, reading: Reading) -> None:
+        """A plain one is nearly every end, unless there is more to say of it."""
+        if execution.is_committed is not False or execution in self._progress:
+            self.add(execution, succeeded(outcome), moment, reading)
+        else:
+            self._successes.append((execution, outcome.result, moment, reading))
 
     def note_progress(self, execution: Execution, progress: str) -> bool:
         """True: it is the first to be written, and somebody should wake us."""
@@ -125,15 +117,18 @@ class Finisher:
 
     @property
     def is_empty(self) -> bool:
-        return not self._ended and not self._blocked
+        return not self._successes and not self._ended and not self._blocked
 
     def run_once(self) -> float | None:
         self.is_resting = False
         if self._blocked and time.monotonic() >= self._blocked_until:
             self._ended.extend(self._blocked)
             self._blocked = []
-        while self._ended:
-            self._flush()
+        while self._successes or self._ended:
+            if self._successes:
+                self._complete()
+            if self._ended:
+                self._flush()
         self._mark_long_runners()
         self._write_progress()
         return self._next_round()
@@ -148,17 +143,54 @@ class Finisher:
             each.is_marked = each.id in marked
         return [each for each in executions if each.is_marked]
 
+    def _complete(self) -> None:
+        """Plain successes, by a statement that has nothing to decide. If anything is the matter with one of them, all
+        go the way of the other ends, which knows what to do.
+        """
+        batch = list(itertools.islice(self._successes, LARGEST_BATCH))  # in one step: others append
+        executions = [execution for execution, _, _, _ in batch]
+        worker_id = executions[0].task.worker_id
+        completions = _completions(batch)
+        is_odd = any(each.task.worker_id != worker_id for each in executions)
+        if is_odd or sum(map(len, filter(None, completions.results))) > LARGEST_BATCH_CHARACTERS:
+            self._go_the_long_way(batch)
+            return
+        claims = self._buffer.claims_ended_by(executions)
+        sent_at = time.monotonic()
+        try:
+            settled = self._session.run(self._statements.complete(worker_id, completions, claims))
+        except psycopg.Error as error:
+            self._go_the_long_way(batch, was_sent=is_connection_lost(error))
+            if isinstance(error, psycopg.errors.LockNotAvailable) or is_about_rows(error):
+                return
+            raise
+        self._tally.flushed(len(batch), time.monotonic() - sent_at)
+        if len(settled) < len(batch):
+            self._tell_lost([_as_ended(each) for each in batch], set(settled))
+            batch = [each for each in batch if each[0].id in set(settled)]
+        self._tally.completed((each.task, moment - each.started) for each, _, moment, _ in batch)
+        self._buffer.settled(executions)
+        _pop(self._successes, len(executions))
+        self.on_settled()
+
+    def _go_the_long_way(self, batch: Sequence[Success], *, was_sent: bool = False) -> None:
+        """Before all others: what was sent before comes first."""
+        self._ended.extendleft([_as_ended(each) for each in reversed(batch)])
+        _pop(self._successes, len(batch))
+        if was_sent:
+            self._resent += len(batch)
+            self._most = max(self._most // 2, 1)  # it may have been too much for the time that there is
+
     def _flush(self) -> None:
         """A batch leaves the memory only when it is committed, or cannot ever be."""
         batch = self._next_batch()
         left = [each for each in batch if each.execution not in self._written] if self._written else batch
-        groups = _grouped(left, lambda each: (each.execution.task.worker_id, each.is_plain))
-        for (worker_id, _), own in groups.items():
+        groups = _grouped(left, lambda each: each.execution.task.worker_id)
+        for worker_id, own in groups.items():
             self._settle(worker_id, own)
             if len(groups) > 1:
                 self._written.update(each.execution for each in own)
-        for _ in batch:
-            self._ended.popleft()
+        _pop(self._ended, len(batch))
         self._resent = max(self._resent - len(batch), 0)
         self._written.clear()
         self._most = min(self._most * 2, LARGEST_BATCH)
@@ -181,14 +213,14 @@ class Finisher:
         claims = self._buffer.claims_ended_by(executions)
         sent_at = time.monotonic()
         try:
-            settled = set(self._session.run(self._statement(worker_id, batch, claims)))
+            settled = set(self._session.run(self._statements.settle(worker_id, map(Ended.to_json, batch), claims)))
         except psycopg.errors.LockNotAvailable:
             self._settle_unlocked(worker_id, batch)
             return
         except psycopg.Error as error:
             if not is_about_rows(error):
                 self._resent = max(self._resent, len(self._next_batch())) if is_connection_lost(error) else self._resent
-                self._most = max(self._most // 2, 1)  # it may have been too much for the time that there is
+                self._most = max(self._most // 2, 1)
                 raise
             self._settle_apart(worker_id, batch, error)
             return
@@ -208,16 +240,10 @@ class Finisher:
         return {run[0] for run, began in runs.items() if not began or run in found}
 
     def _count(self, batch: Sequence[Ended], settled: set[UUID]) -> None:
-        if len(settled) < len(batch) or not batch[0].is_plain:
-            batch = [each for each in map(functools.partial(_as_written, settled), batch) if each is not None]
+        written = [each for each in map(functools.partial(_as_written, settled), batch) if each is not None]
         self._tally.settled(
-            (execution.task, settlement, moment - execution.started) for execution, settlement, moment, _, _ in batch
+            (execution.task, settlement, moment - execution.started) for execution, settlement, moment, _, _ in written
         )
-
-    def _statement(self, worker_id: str, batch: Sequence[Ended], claims: Iterable[int]) -> Statement[list[UUID]]:
-        if batch[0].is_plain:
-            return self._statements.complete(worker_id, [each.to_row() for each in batch], claims)
-        return self._statements.settle(worker_id, [each.to_json() for each in batch], claims)
 
     def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
         """Somebody holds a row of the batch: the others do not wait for it."""
@@ -299,6 +325,30 @@ class Finisher:
         if not started:
             return max(self._blocked_until - time.monotonic(), 0.001) if self._blocked else None
         return max(min(started) + MARK_AFTER_SECONDS - time.monotonic(), 0.001)
+
+
+def _completions(batch: Sequence[Success]) -> Completions:
+    completions = Completions([], [], [], [], [])
+    for execution, result, moment, reading in batch:
+        started = (
+            reading.epoch_at(execution.started) if execution.started_at is None else execution.started_at.timestamp()
+        )
+        completions.ids.append(execution.task.id)
+        completions.tokens.append(execution.task.fencing_token)
+        completions.started.append(started)
+        completions.finished.append(max(reading.epoch_at(moment), started))
+        completions.results.append(result)
+    return completions
+
+
+def _as_ended(success: Success) -> Ended:
+    execution, result, moment, reading = success
+    return Ended(execution, succeeded(Completed(result)), moment, reading)
+
+
+def _pop(queue: deque[T], count: int) -> None:
+    for _ in range(count):
+        queue.popleft()
 
 
 def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement:

@@ -52,8 +52,12 @@ def around_hooks() -> list[Callable[[], Any]]:
     return list(_around)
 
 
+def has_around_hooks() -> bool:
+    return bool(_around)  # most workers have none
+
+
 def call_inside_hooks(call: Callable[[], Any]) -> Any:
-    if not _around:  # most workers have none
+    if not _around:
         return call()
     with ExitStack() as stack:
         for hook in _around:
@@ -62,8 +66,6 @@ def call_inside_hooks(call: Callable[[], Any]) -> Any:
 
 
 async def await_inside_hooks(call: Callable[[], Awaitable[Any]]) -> Any:
-    if not _around:
-        return await call()
     async with AsyncExitStack() as stack:
         for made in [hook() for hook in _around]:
             if hasattr(made, "__aenter__"):

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 MAX_RESULT_BYTES = 1024 * 1024
 MAX_REPR_CHARACTERS = 1_000
 _NOTHING = '{"value":null}'
+_LETTER_E = ord("e")
 
 
 def encode_result(task: HeldTask, value: object) -> str:
     if value is None:
         return _NOTHING
     try:
-        data = stable_numbers(to_json({"value": value}, inf_nan_mode="constants"))
+        written = to_json(value, inf_nan_mode="constants")
+        data = b'{"value":%b}' % written
+        if _LETTER_E in written:  # only a number with an exponent is written otherwise
+            data = stable_numbers(data)
         check_limits(task.name, data, MAX_RESULT_BYTES)
         return data.decode()
     except Exception as error:  # noqa: BLE001 - a model's own serializer may raise anything

@@ -14,7 +14,7 @@ import functools
 import inspect
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tasklib.current import enter_task
 from tasklib.errors import TaskNotRegistered
@@ -36,8 +36,8 @@ from tasklib.outcomes import (
     TimedOut,
     TimeoutInterrupt,
 )
-from tasklib.worker.execution import CoroutineSeat, ThreadSeat
-from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks
+from tasklib.worker.execution import ThreadSeat
+from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks, has_around_hooks
 from tasklib.worker.problems import problem_of
 from tasklib.worker.results import encode_result
 
@@ -52,18 +52,11 @@ if TYPE_CHECKING:
     from tasklib.worker.processes import Processes
     from tasklib.worker.transactions import Transactions
 
+Report: TypeAlias = "tuple[Execution, Outcome, float]"  # how it has ended, and when: monotonic
 Begin: TypeAlias = "Callable[[Execution], bool]"
 ReportAll: TypeAlias = "Callable[[Sequence[Report]], None]"
 Describe: TypeAlias = "Callable[[Execution], CurrentTask]"
 NewLoop: TypeAlias = "Callable[[], asyncio.AbstractEventLoop]"
-
-
-class Report(NamedTuple):
-    """How an execution has ended, and when: monotonic."""
-
-    execution: Execution
-    outcome: Outcome
-    moment: float
 
 
 def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
@@ -213,7 +206,7 @@ class ThreadRunner(Runner):
         while (execution := self._buffer.wait_and_take()) is not None:
             outcome = self._context_for(execution.task).run(self._execute, execution, seat)
             seat.stand_up()  # an interrupt may have come in the way of the first time
-            self._report_all([Report(execution, self._transactions.end(execution, outcome), time.monotonic())])
+            self._report_all([(execution, self._transactions.end(execution, outcome), time.monotonic())])
 
     def _execute(self, execution: Execution, seat: ThreadSeat) -> Outcome:
         """Nothing may escape: the thread, its slot and its task would be lost."""
@@ -321,13 +314,25 @@ class CoroutineRunner(Runner):
         for execution in self._buffer.take_all():
             self._start(execution)
 
+    def interrupt(self, _kind: type[TaskInterrupt], occupant: Execution) -> None:
+        """From any thread. The runner is the seat of all its executions: one that led to its own task would be a cycle
+        for the collector, 20 us a task.
+        """
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel, occupant)
+
+    def _cancel(self, occupant: Execution) -> None:
+        for task, execution in list(self._running.items()):
+            if execution is occupant:
+                task.cancel()
+
     def _start(self, execution: Execution) -> None:
         if not self._begin(execution):
             self._note_end(execution, Expired())
             self._take_turn_soon()
             return
         task = self._loop.create_task(self._outcome(execution), context=self._context_for(execution.task))
-        execution.inside = CoroutineSeat(self._loop, task)
+        execution.inside = self
         self._running[task] = execution
         task.add_done_callback(self._ended)
         if execution.interrupt_kind is not None:
@@ -336,7 +341,6 @@ class CoroutineRunner(Runner):
     def _ended(self, task: asyncio.Task[Outcome]) -> None:
         """Not at the end of the coroutine: one that is cancelled before its first line never gets there."""
         execution = self._running.pop(task)
-        execution.inside = None  # the task's context leads back here: a cycle for the collector, 20 us a task
         outcome = outcome_of(execution, asyncio.CancelledError()) if task.cancelled() else task.result()
         self._note_end(execution, outcome)
         if self._running:
@@ -345,7 +349,7 @@ class CoroutineRunner(Runner):
             self._turn()  # there is nobody to share it with
 
     def _note_end(self, execution: Execution, outcome: Outcome) -> None:
-        self._reports.append(Report(execution, outcome, time.monotonic()))
+        self._reports.append((execution, outcome, time.monotonic()))
 
     def _take_turn_soon(self) -> None:
         if not self._is_turn_due:
@@ -353,17 +357,18 @@ class CoroutineRunner(Runner):
             self._loop.call_soon(self._turn)
 
     async def _outcome(self, execution: Execution) -> Outcome:
-        return await self._transactions.end_async(execution, await self._called(execution))
-
-    async def _called(self, execution: Execution) -> Outcome:
+        outcome: Outcome
         try:
             call = prepared_call(execution)
             if isinstance(call, Failed):
-                return call
-            self._enter(execution)
-            return completed(execution, await await_inside_hooks(call))
+                outcome = call
+            else:
+                self._enter(execution)
+                outcome = completed(execution, await (await_inside_hooks(call) if has_around_hooks() else call()))
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the loop
-            return outcome_of(execution, error)
+            outcome = outcome_of(execution, error)
+        execution.has_ended = True
+        return outcome if execution.opening is None else await self._transactions.end_async(execution, outcome)
 
 
 async def _gathered(tasks: set[asyncio.Task[Any]]) -> None:

@@ -79,6 +79,23 @@ class Tally:
                 ("finish_batch",): histogram(BATCHES, [count]),
             })  # fmt: skip
 
+    def completed(self, ended: Iterable[tuple[HeldTask, float]]) -> None:
+        """These are written, and have simply succeeded, after so many seconds each."""
+        if not self.is_counting:
+            return
+        grouped: dict[tuple[str, str], list[float]] = {}
+        for task, seconds in ended:
+            key = (task.name, task.queue)
+            if key in grouped:
+                grouped[key].append(seconds)
+            else:
+                grouped[key] = [seconds]
+        amounts: Amounts = {}
+        for (name, queue), seconds_of in grouped.items():
+            amounts["finished", name, queue, "completed"] = [float(len(seconds_of))]
+            amounts["duration", name, queue] = histogram(SECONDS, seconds_of)
+        self.add(amounts)
+
     def settled(self, ended: Iterable[tuple[HeldTask, Settlement, float]]) -> None:
         """These are written: each with what became of it, and the seconds for which it executed."""
         if not self.is_counting:

@@ -6,6 +6,7 @@ A writer is stopped in mid-statement by a lock on the row that it needs, and let
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -18,6 +19,7 @@ import tasklib
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Crashed, Failed, Interrupted, Problem, Rules, decide
 from tasklib.statements import settlement_json
+from tasklib.worker import finisher
 from tasklib.worker.claimer import Claimer
 from tasklib.worker.session import Session
 from tests.raw_sql import Conn, literal
@@ -563,6 +565,42 @@ def test_a_claim_whose_answer_was_lost_is_given_back(
         wait_until(ran.is_set, "the task to run")
         wait_until(lambda: get(client, task_id).state == "completed", "completed")
     assert (get(client, task_id).fencing_token, get(client, task_id).attempt) == (2, 1)
+    assert conn.execute("select count(*) from tasklib.claims").fetchone() == (0,)
+
+
+def test_a_finish_whose_answer_was_lost_is_known_to_be_written(
+    client: tasklib.Client, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection broke after the commit: sent once more it changes nothing, which is no sign of a lost lease."""
+    echo = tasklib.task(name="echo")(lambda n: n)
+    ids = client.submit_many([echo.new(n=n) for n in range(20)])
+    lost = threading.Event()
+    really = Session._send
+
+    def lose(self: Session, conn: Any, statement: Any) -> Any:
+        answer = really(self, conn, statement)
+        if "set state = 'completed'" in statement.sql and not lost.is_set():
+            lost.set()
+            raise psycopg.OperationalError("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(Session, "_send", lose)
+    with caplog.at_level(logging.WARNING, "tasklib"):
+        tasklib.TaskWorker(config, concurrency=4).run_until_empty_sync()
+    assert lost.is_set()
+    assert {(get(client, each).state, get(client, each).attempt) for each in ids} == {("completed", 1)}
+    assert "lease.lost" not in caplog.text
+
+
+def test_large_results_are_written_apart(
+    client: tasklib.Client, conn: Conn, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A statement has its limit: beyond it, the results of a batch go by several."""
+    monkeypatch.setattr(finisher, "LARGEST_BATCH_CHARACTERS", 300)
+    echo = tasklib.task(name="echo")(lambda n: str(n) * 100)
+    ids = client.submit_many([echo.new(n=n % 10) for n in range(20)])
+    tasklib.TaskWorker(config, concurrency=20).run_until_empty_sync()
+    assert [get(client, each).result for each in ids] == [{"value": str(n % 10) * 100} for n in range(20)]
     assert conn.execute("select count(*) from tasklib.claims").fetchone() == (0,)
 
 
