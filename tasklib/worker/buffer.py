@@ -20,6 +20,7 @@ LARGEST_BUFFER = 1_000
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 HOARD_SECONDS = 0.5  # when nothing has started for so long, what waits goes back to the queue
+LATE_SECONDS = 1.0  # what would wait for longer, as tasks have taken lately, goes back too
 LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty
 
 
@@ -117,11 +118,15 @@ class Buffer:
         self.on_work[execution.is_coroutine]()
         return True
 
-    def hoarded(self) -> list[Execution]:
-        """What should go back: it waits behind slots that do not get free, or behind a task that wants to be alone."""
+    def hoarded(self, fixed: int | None) -> list[Execution]:
+        """What should go back: it waits behind slots that do not get free, behind a task that wants to be alone, or
+        behind tasks that take longer than those by which it was reckoned how many to hold.
+        """
         with self._lock:
-            if time.monotonic() - self._last_take < HOARD_SECONDS or not self._waiting_count():
+            if not self._waiting_count():
                 return []
+            if time.monotonic() - self._last_take < HOARD_SECONDS:
+                return self._pop_late() if fixed is None else []
             if self._suspect_is_next():
                 impatient = time.monotonic() - self._last_take > LONE_PATIENCE_SECONDS
                 return self._pop_waiting() if impatient else []
@@ -285,6 +290,14 @@ class Buffer:
             self._last_take = time.monotonic()
             taken += started
         return taken
+
+    def _pop_late(self) -> list[Execution]:
+        """The last ones of each lane: they would have been the last to start."""
+        average = self._average_seconds or 0.0
+        if self._waiting_count() * average < LATE_SECONDS * self.concurrency or not self._may_start():
+            return []
+        ahead = wanted(self.concurrency, average, None) - self.concurrency
+        return [lane.pop() for lane in self._waiting.values() for _ in range(len(lane) - ahead)]
 
     def _unsettled_of(self, executions: Collection[Execution]) -> Counter[int]:
         """How many of each claim."""

@@ -418,7 +418,7 @@ class Claimer:
                 self._forget_claims([execution])
 
     def _give_back_hoarded(self) -> None:
-        hoarded = self._buffer.hoarded()
+        hoarded = self._buffer.hoarded(self._buffer_size)
         if any(each.task.suspect for each in hoarded):
             self._no_suspects_until = time.monotonic() + NO_SUSPECTS_SECONDS
         for each in hoarded:

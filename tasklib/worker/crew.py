@@ -220,7 +220,8 @@ class Crew:
             if is_told or settlement.problem is not None:
                 _tell(execution.task, settlement, seconds)
         self.buffer.done(done)
-        self.loops["finish"].wake()
+        if self.finisher.is_to_be_woken:
+            self.loops["finish"].wake()
 
     def _decide(self, execution: Execution, outcome: Outcome, now: datetime) -> Settlement:
         function = execution.function

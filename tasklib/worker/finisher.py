@@ -39,6 +39,8 @@ K = TypeVar("K")
 UNSTORABLE = "UNSTORABLE"
 LARGEST_BATCH = 1_000
 LARGEST_BATCH_CHARACTERS = 8_000_000
+GATHER_SECONDS = 0.003  # between two statements, unless there is enough for one
+WORTHWHILE_BATCH = 200
 BLOCKED_PAUSE_SECONDS = 2.0
 MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
 PROGRESS_EVERY_SECONDS = 0.5
@@ -92,6 +94,8 @@ class Finisher:
         self._written: set[Execution] = set()  # those of a batch of which others could not be written
         self._progress: dict[Execution, str] = {}  # the last word of each that has one unwritten
         self._progress_at = 0.0
+        self._flushed_at = -math.inf
+        self._is_gathering = False  # it looks again within GATHER_SECONDS
         self.is_resting = False  # for longer than a task may go unmarked: who starts one has to wake it
         self.on_settled: Callable[[], None] = lambda: None
 
@@ -124,7 +128,9 @@ class Finisher:
         if self._blocked and time.monotonic() >= self._blocked_until:
             self._ended.extend(self._blocked)
             self._blocked = []
-        while self._successes or self._ended:
+        self._is_gathering = False
+        while (self._successes or self._ended) and self._gathering_left() <= 0:
+            self._flushed_at = time.monotonic()
             if self._successes:
                 self._complete()
             if self._ended:
@@ -132,6 +138,19 @@ class Finisher:
         self._mark_long_runners()
         self._write_progress()
         return self._next_round()
+
+    @property
+    def is_to_be_woken(self) -> bool:
+        """By who has added something: it does not look by itself soon enough."""
+        return not self._is_gathering or len(self._successes) + len(self._ended) >= WORTHWHILE_BATCH
+
+    def _gathering_left(self) -> float:
+        """A statement for every turn of the tasks' loop would cost the server, and the loop's own thread, more than the
+        tasks themselves. After a while without any, none is kept waiting.
+        """
+        if len(self._successes) + len(self._ended) >= WORTHWHILE_BATCH:
+            return 0.0
+        return self._flushed_at + GATHER_SECONDS - time.monotonic()
 
     def mark(self, executions: Sequence[Execution], session: Session) -> list[Execution]:
         """Those that are `running` in the database from now on; the others are somebody else's."""
@@ -313,7 +332,12 @@ class Finisher:
 
     def _next_round(self) -> float | None:
         self.is_resting = True
-        pauses = [self._next_mark(), self._progress_at - time.monotonic() if self._progress else None]
+        self._is_gathering = bool(self._successes or self._ended)
+        pauses = [
+            self._next_mark(),
+            self._progress_at - time.monotonic() if self._progress else None,
+            self._gathering_left() if self._is_gathering else None,
+        ]
         pause = max(min((each for each in pauses if each is not None), default=math.inf), 0.001)
         if pause <= MARK_AFTER_SECONDS:
             self.is_resting = False  # by then it is early enough to see what begins meanwhile

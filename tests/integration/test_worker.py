@@ -807,6 +807,25 @@ def test_long_tasks_are_not_hoarded(client: tasklib.Client, config: tasklib.Conf
     assert {task.attempt for task in client.list_tasks(name="job", limit=10)} == {1}
 
 
+def test_what_turns_out_to_be_long_is_left_to_others(client: tasklib.Client, config: tasklib.Config) -> None:
+    """A worker that has run short tasks holds many; each of these takes less than the half second of a hoard."""
+    job = tasklib.task(name="job")(lambda seconds: time.sleep(seconds))  # noqa: PLW0108 - its parameter has a name
+
+    with running(config) as first:
+        for task_id in client.submit_many([job.new(seconds=0.0) for _ in range(50)]):
+            wait_final(client, task_id)
+        ids = client.submit_many([job.new(seconds=0.2) for _ in range(40)])
+        crew = first._crew
+        assert crew is not None
+        wait_until(lambda: len(crew.buffer.held()) == len(ids), "the first worker holds all of them")
+        with running(config, concurrency=20):
+            for task_id in ids:
+                wait_final(client, task_id)
+            by_first = sum(get(client, each).completed_by == first.worker_id for each in ids)
+    assert {get(client, each).attempt for each in ids} == {1}
+    assert by_first < len(ids) // 2
+
+
 def test_a_suspect_runs_alone(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
     """While it executes nothing else does, and it is marked as running before its first line."""
     executing: set[str] = set()

@@ -356,9 +356,9 @@ def test_what_waits_long_behind_busy_slots_goes_back(clock: Clock) -> None:
     buffer.add([running, *waiting])
     assert buffer.take(is_coroutine=False) is running
     clock.seconds += HOARD_SECONDS * 0.9
-    assert buffer.hoarded() == []
+    assert buffer.hoarded(None) == []
     clock.seconds += HOARD_SECONDS * 0.2
-    assert buffer.hoarded() == waiting
+    assert buffer.hoarded(None) == waiting
     assert buffer.executing() == [running]
     assert buffer.room(None) == 0, "a worker of such long tasks holds none ahead"
 
@@ -370,24 +370,40 @@ def test_what_does_not_start_though_a_slot_is_free_goes_back(clock: Clock) -> No
     buffer.add(waiting)
     first = buffer.take(is_coroutine=False)
     assert first is not None
-    assert buffer.hoarded() == []
+    assert buffer.hoarded(None) == []
     clock.seconds += 100
-    assert buffer.hoarded() == [each for each in waiting if each is not first]
+    assert buffer.hoarded(None) == [each for each in waiting if each is not first]
     assert buffer.room(None) == 1
     buffer.done([(first, 1.0)])
     assert buffer.room(None) == 3
 
 
 def test_each_take_proves_that_slots_get_free(clock: Clock) -> None:
-    """A buffer that moves is not a hoard."""
+    """A buffer that moves is not a hoard, if it was asked for."""
     buffer = open_buffer(1)
     buffer.add(executions(20))
     for _ in range(10):
         taken = buffer.take(is_coroutine=False)
         assert taken is not None
         clock.seconds += HOARD_SECONDS * 0.9
-        assert buffer.hoarded() == []
+        assert buffer.hoarded(20) == []
         buffer.done([(taken, HOARD_SECONDS * 0.9)])
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.02, 99), (0.03, 6), (0.1, 2), (0.9, 0)])
+def test_what_would_wait_for_longer_than_planned_goes_back(clock: Clock, seconds: float, kept: int) -> None:
+    """Short tasks made it hold many, and they turn out to be long: another worker could run them. The last ones go."""
+    buffer = open_buffer(2)
+    first, *waiting = executions(100)
+    buffer.add([first, *waiting])
+    assert buffer.hoarded(None) == []
+    assert buffer.take(is_coroutine=False) is first
+    buffer.done([(first, seconds)])
+    clock.seconds += 0.01
+    assert set(buffer.hoarded(None)) == set(waiting[kept:])
+    assert buffer.hoarded(None) == []
+    assert buffer.held() == [first, *waiting], "until that is committed"
+    assert [buffer.take(is_coroutine=False) for _ in range(kept)][:2] == waiting[:kept][:2]
 
 
 def test_a_suspect_that_cannot_be_alone_goes_back_after_ten_seconds(clock: Clock) -> None:
@@ -399,9 +415,9 @@ def test_a_suspect_that_cannot_be_alone_goes_back_after_ten_seconds(clock: Clock
     suspect, behind = execution(suspect=True), execution()
     buffer.add([suspect, behind])
     clock.seconds += LONE_PATIENCE_SECONDS
-    assert buffer.hoarded() == []
+    assert buffer.hoarded(None) == []
     clock.seconds += 0.1
-    assert set(buffer.hoarded()) == {suspect, behind}
+    assert set(buffer.hoarded(None)) == {suspect, behind}
     assert buffer.room(None) == 1
 
 
