@@ -8,6 +8,7 @@ clock for all processes of a machine.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -198,6 +199,10 @@ def has_uvloop() -> bool:
 
 
 def main(make: type[System], driver: type[Driver] = Driver) -> None:
-    """On uvloop, which any application may choose; on asyncio's own loop where it is not installed."""
+    """On uvloop, which any application may choose; on asyncio's own loop where it is not installed. What was imported is
+    frozen for everybody: the collector would go through all of it again and again, as tasks come and go.
+    """
+    gc.collect()
+    gc.freeze()
     run: Callable[[Any], Any] = importlib.import_module("uvloop").run if has_uvloop() else asyncio.run
     run(driver(make).serve())

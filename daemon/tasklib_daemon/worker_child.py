@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -46,6 +47,8 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int, ledger:
     worker.is_rung, worker.on_full = bell.start(), bell.pass_on
     ears.start()
     own_page.set_phase(page.BOOTED)
+    gc.collect()
+    gc.freeze()  # what was imported: the collector would go through all of it again and again, as tasks come and go
     try:
         worker.run_sync()
     finally:

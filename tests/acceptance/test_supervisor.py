@@ -54,12 +54,16 @@ def assert_given_back(client: tasklib.Client, *ids: UUID) -> None:
 def test_term_drains_everywhere(client: tasklib.Client, conn: Conn, database_url: str) -> None:
     """Stop claiming, finish what executes, give back the rest, exit 0. As a service manager does it that signals every
     process of the daemon: a worker that is told twice does not hurry, and a keeper that left too early comes back.
-    Before that: a task submits another, though nobody has called init, and snapshots say how the workers are.
+    Before that: a task submits another, though nobody has called init, snapshots say how the workers are, and what they
+    have imported is frozen.
     """
     with daemon(database_url, workers=2, concurrency=1, buffer_size=2, snapshot_seconds=0.2) as made:
         parent = wait_final(client, client.submit_task("submit_another", text="a child"))
         assert parent.result is not None, "what a task submits goes to the daemon's own database"
         assert wait_final(client, UUID(parent.result["value"])).parent_id == parent.id
+        frozen = wait_final(client, client.submit_task("frozen_objects")).result
+        assert frozen is not None
+        assert frozen["value"] > 10_000
         running = [client.submit_task("nap", seconds=3.0) for _ in range(2)]
         wait_running(client, *running)
         busy = "select count(distinct worker_id) from tasklib.worker_states where tasks_running = 1 and pid > 1"

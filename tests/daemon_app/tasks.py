@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -36,6 +37,11 @@ if _word == "connect":
 @tasklib.task
 def echo(text: str) -> str:
     return text
+
+
+@tasklib.task
+def frozen_objects() -> int:
+    return gc.get_freeze_count()
 
 
 @tasklib.task
