@@ -199,8 +199,8 @@ def has_uvloop() -> bool:
 
 
 def main(make: type[System], driver: type[Driver] = Driver) -> None:
-    """On uvloop, which any application may choose; on asyncio's own loop where it is not installed. What was imported is
-    frozen for everybody: the collector would go through all of it again and again, as tasks come and go.
+    """On uvloop, which any application may choose; on asyncio's own loop where it is not installed. What was imported
+    is frozen for everybody: the collector would go through all of it again and again, as tasks come and go.
     """
     gc.collect()
     gc.freeze()
