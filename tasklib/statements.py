@@ -36,7 +36,7 @@ BATCH_ROWS = 1_000
 MAX_LIST_LIMIT = 10_000
 # Columns of a claim's answer.
 _COUNTS, _EXPIRES_AT, _OF_THE_TASK = slice(2, 11), 11, slice(12, 19)
-_OF_THE_CLAIM, _PLACE = slice(19, None), slice(22, 24)
+_ID_TEXT, _OF_THE_CLAIM, _PLACE = 17, slice(19, None), slice(22, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +196,7 @@ class Claim(NamedTuple):
         claim_id, claimed, answered, _, _, is_short, left_suspects, due_seconds, other_queues = rows[0][_OF_THE_CLAIM]
         tasks = []
         if claim_id is not None:
+            rows.sort(key=_in_order)
             claimed_at = datetime.fromtimestamp(claimed, UTC)
             for row in rows:
                 held = (
@@ -206,6 +207,12 @@ class Claim(NamedTuple):
         answered_at = datetime.fromtimestamp(answered, UTC)
         reached = Place(*rows[-1][_PLACE]) if tasks else None
         return cls(tasks, answered_at, reached, is_short, left_suspects, due_seconds, other_queues or ())
+
+
+def _in_order(row: Row) -> tuple[int, float, str]:
+    """An UPDATE answers in no order, and to sort there would take the server 1.5 us a task: five times as long."""
+    submitted, priority = row[_PLACE]
+    return -priority, submitted, row[_ID_TEXT]
 
 
 class WorkerStatements:

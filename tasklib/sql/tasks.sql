@@ -186,8 +186,7 @@ select id, name, fencing_token, attempt, retry_count, max_retries, crash_count, 
                from queues where queues.queue is not null
            )
            select queue::text from queues where queue is not null and queue <> all($7::text[])) end as other_queues
-from known left join (taken cross join noted) on true
-order by priority desc, created_at, id;
+from known left join (taken cross join noted) on true;
 
 
 -- Every queue in which a task is ready: one probe of the index for each, however many tasks there are.
