@@ -101,17 +101,18 @@ WORKLOADS = (
     *(
         Workload(
             "W11",
-            f"naps_{milliseconds}ms_{concurrency}",
-            f"naps of {milliseconds} ms, {concurrency} at a time",
+            f"{prefix}naps_{milliseconds}ms_{concurrency}",
+            f"{kind} naps of {milliseconds} ms, {concurrency} at a time",
             partial(
                 drains.naps,
-                kind=f"async_nap_{milliseconds}ms_{concurrency}",
+                kind=f"{kind}_nap_{milliseconds}ms_{concurrency}",
                 seconds=milliseconds / 1_000,
                 concurrency=concurrency,
             ),
             unit=" of ideal",
             only=OURS,
         )
+        for kind, prefix in (("async", ""), ("sync", "sync_"))
         for milliseconds, concurrency in ((1, 8), (1, 64), (10, 64), (100, 64))
     ),
     Workload(

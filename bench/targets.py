@@ -140,8 +140,11 @@ TARGETS = (
     Target(
         "W10", "size of the tables, last fifth, of the fifth before", Figure("sustained", name="growth"), at_most=1.1
     ),
-    Target("W11", "naps of 1 ms, 8 at a time, of ideal", Figure("naps_1ms_8"), at_least=0.8),
-    Target("W11", "naps of 10 ms, 64 at a time, of ideal", Figure("naps_10ms_64"), at_least=0.95),
-    Target("W11", "naps of 100 ms, 64 at a time, of ideal", Figure("naps_100ms_64"), at_least=0.95),
+    *(
+        Target("W11", f"{kind} naps of {milliseconds} ms, {slots} at a time, of ideal", Figure(name), at_least=bound)
+        for kind, prefix in (("async", ""), ("sync", "sync_"))
+        for milliseconds, slots, bound in ((1, 8, 0.8), (10, 64, 0.95), (100, 64, 0.95))
+        for name in [f"{prefix}naps_{milliseconds}ms_{slots}"]
+    ),
     Target("W13", "queries per daemon and task", Figure("storm"), at_most=2.0),
 )

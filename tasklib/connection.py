@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import psycopg
 from psycopg import conninfo, errors, generators, sql
 from psycopg.adapt import PyFormat, Transformer
-from psycopg.pq import ConnStatus, ExecStatus, Format
+from psycopg.pq import ExecStatus, Format
 from psycopg.rows import tuple_row
 from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
@@ -321,9 +321,10 @@ def _as_transaction(conn: BoundedConnection, settings: bytes, statement: Stateme
         yield from generators.send(conn.pgconn)
         while len(answers) < expected:
             answers.append((yield from generators.fetch_many(conn.pgconn)))
-    finally:
-        if conn.pgconn.status == ConnStatus.OK:
-            conn.pgconn.exit_pipeline_mode()
+    except BaseException:
+        conn.pgconn.finish()  # in the middle of an answer it is of no use any more
+        raise
+    conn.pgconn.exit_pipeline_mode()
     _begun, _set, answer, *_ended = results = [each for several in answers for each in several]
     _raise_failure(results)
     return statement.read(_loaded(conn, answer))

@@ -113,11 +113,18 @@ class LedgerTally(Tally):
                 for index, value in enumerate(values, place):
                     numbers[index] += value
 
+    def completed(self, ended: Iterable[tuple[HeldTask, float]]) -> None:
+        super().completed(ended)
+        self._mark_counted()
+
     def settled(self, ended: Iterable[tuple[HeldTask, Settlement, float]]) -> None:
+        super().settled(ended)
+        self._mark_counted()
+
+    def _mark_counted(self) -> None:
         """From here on, until their slots are free, the page says that these were counted: whoever finds them there
         after a death need not.
         """
-        super().settled(ended)
         if self._page is not None:
             self._page.mark_counted(is_counted=True)
 

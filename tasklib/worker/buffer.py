@@ -6,6 +6,7 @@ stop, or before claims were checked after a reconnect. All under one lock; runne
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -54,6 +55,7 @@ class Buffer:
         self._refill_at = 0
         self._is_stuck = False
         self._last_take = time.monotonic()
+        self._late_since = math.inf  # more is held than the tasks' length allows
         # There is something to take, for threads (False) or coroutines (True).
         self.on_work: dict[bool, Callable[[], None]] = {False: lambda: None, True: lambda: None}
         self.on_free: Callable[[], None] = lambda: None  # a careful one may be able to start
@@ -292,11 +294,15 @@ class Buffer:
         return taken
 
     def _pop_late(self) -> list[Execution]:
-        """The last ones of each lane: they would have been the last to start."""
+        """The last ones of each lane: they would have been the last to start. One long task among short ones is no
+        reason: it has to be so for a while.
+        """
         average = self._average_seconds or 0.0
-        if self._waiting_count() * average < LATE_SECONDS * self.concurrency or not self._may_start():
+        is_late = self._waiting_count() * average >= LATE_SECONDS * self.concurrency and self._may_start()
+        self._late_since = min(self._late_since, time.monotonic()) if is_late else math.inf
+        if time.monotonic() - self._late_since < HOARD_SECONDS:
             return []
-        ahead = wanted(self.concurrency, average, None) - self.concurrency
+        ahead = wanted(self.concurrency, average, None) - len(self._executing)  # for a free slot, too
         return [lane.pop() for lane in self._waiting.values() for _ in range(len(lane) - ahead)]
 
     def _unsettled_of(self, executions: Collection[Execution]) -> Counter[int]:

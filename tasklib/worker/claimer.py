@@ -421,6 +421,8 @@ class Claimer:
         hoarded = self._buffer.hoarded(self._buffer_size)
         if any(each.task.suspect for each in hoarded):
             self._no_suspects_until = time.monotonic() + NO_SUSPECTS_SECONDS
+        if hoarded:
+            self._floors.forget()  # they lie below
         for each in hoarded:
             self._report(each, Interrupted(began=each.is_marked, ran=False))
 

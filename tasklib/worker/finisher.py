@@ -7,7 +7,6 @@ take belongs to another worker by now, and is dropped. One row that cannot be wr
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from collections import deque
@@ -88,6 +87,7 @@ class Finisher:
         self._successes: deque[Success] = deque()
         self._ended: deque[Ended] = deque()  # all else that ended
         self._most = LARGEST_BATCH
+        self._is_blocked = False  # somebody holds a row of what comes next
         self._blocked: list[Ended] = []
         self._blocked_until = 0.0
         self._resent = 0  # so many, from the first on, were sent before: their answer was lost
@@ -131,7 +131,7 @@ class Finisher:
         self._is_gathering = False
         while (self._successes or self._ended) and self._gathering_left() <= 0:
             self._flushed_at = time.monotonic()
-            if self._successes:
+            if self._successes and not self._resent:
                 self._complete()
             if self._ended:
                 self._flush()
@@ -166,7 +166,7 @@ class Finisher:
         """Plain successes, by a statement that has nothing to decide. If anything is the matter with one of them, all
         go the way of the other ends, which knows what to do.
         """
-        batch = list(itertools.islice(self._successes, LARGEST_BATCH))  # in one step: others append
+        batch = list(self._successes)[: self._most]  # copied in one step: others append
         executions = [execution for execution, _, _, _ in batch]
         worker_id = executions[0].task.worker_id
         completions = _completions(batch)
@@ -180,7 +180,8 @@ class Finisher:
             settled = self._session.run(self._statements.complete(worker_id, completions, claims))
         except psycopg.Error as error:
             self._go_the_long_way(batch, was_sent=is_connection_lost(error))
-            if isinstance(error, psycopg.errors.LockNotAvailable) or is_about_rows(error):
+            self._is_blocked = isinstance(error, psycopg.errors.LockNotAvailable)
+            if self._is_blocked or is_about_rows(error):
                 return
             raise
         self._tally.flushed(len(batch), time.monotonic() - sent_at)
@@ -190,6 +191,7 @@ class Finisher:
         self._tally.completed((each.task, moment - each.started) for each, _, moment, _ in batch)
         self._buffer.settled(executions)
         _pop(self._successes, len(executions))
+        self._most = min(self._most * 2, LARGEST_BATCH)
         self.on_settled()
 
     def _go_the_long_way(self, batch: Sequence[Success], *, was_sent: bool = False) -> None:
@@ -197,8 +199,9 @@ class Finisher:
         self._ended.extendleft([_as_ended(each) for each in reversed(batch)])
         _pop(self._successes, len(batch))
         if was_sent:
-            self._resent += len(batch)
             self._most = max(self._most // 2, 1)  # it may have been too much for the time that there is
+        if was_sent or self._resent:
+            self._resent += len(batch)
 
     def _flush(self) -> None:
         """A batch leaves the memory only when it is committed, or cannot ever be."""
@@ -211,14 +214,14 @@ class Finisher:
                 self._written.update(each.execution for each in own)
         _pop(self._ended, len(batch))
         self._resent = max(self._resent - len(batch), 0)
-        self._written.clear()
+        self._written.difference_update(each.execution for each in batch)
         self._most = min(self._most * 2, LARGEST_BATCH)
         self.on_settled()
 
     def _next_batch(self) -> list[Ended]:
         batch: list[Ended] = []
         size = 0
-        for each in list(itertools.islice(self._ended, self._most)):  # in one step: others append
+        for each in list(self._ended)[: self._most]:
             size += len(each.settlement.result or "") + len(
                 each.settlement.problem.text if each.settlement.problem else ""
             )
@@ -228,6 +231,10 @@ class Finisher:
         return batch
 
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
+        if self._is_blocked:
+            self._is_blocked = False
+            self._settle_unlocked(worker_id, batch)
+            return
         executions = {each.execution for each in batch}
         claims = self._buffer.claims_ended_by(executions)
         sent_at = time.monotonic()
@@ -268,11 +275,14 @@ class Finisher:
         """Somebody holds a row of the batch: the others do not wait for it."""
         free = set(self._session.run(self._statements.unlocked([each.execution.id for each in batch])))
         blocked = [each for each in batch if each.execution.id not in free]
-        log.warning("finish.blocked", tasks=[str(each.execution.id) for each in blocked[:5]], hint="who holds the row?")
-        self._blocked += blocked
-        self._blocked_until = time.monotonic() + BLOCKED_PAUSE_SECONDS
         if len(blocked) < len(batch):
             self._settle(worker_id, [each for each in batch if each.execution.id in free])
+        if blocked:
+            log.warning(
+                "finish.blocked", tasks=[str(each.execution.id) for each in blocked[:5]], hint="who holds the row?"
+            )
+            self._blocked += blocked
+            self._blocked_until = time.monotonic() + BLOCKED_PAUSE_SECONDS
 
     def _settle_apart(self, worker_id: str, batch: Sequence[Ended], error: psycopg.Error) -> None:
         """Something in the batch cannot be written: halve it until it is alone, then write what can be."""

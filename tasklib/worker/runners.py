@@ -249,7 +249,7 @@ class CoroutineRunner(Runner):
     ) -> None:
         super().__init__(buffer, begin, report_all, describe, transactions)
         self._loop = new_loop()
-        self._running: dict[asyncio.Task[Outcome], Execution] = {}
+        self._running: dict[Execution, asyncio.Task[Outcome]] = {}
         self._reports: list[Report] = []
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
         self._is_turn_due = False
@@ -322,9 +322,8 @@ class CoroutineRunner(Runner):
             self._loop.call_soon_threadsafe(self._cancel, occupant)
 
     def _cancel(self, occupant: Execution) -> None:
-        for task, execution in list(self._running.items()):
-            if execution is occupant:
-                task.cancel()
+        if occupant in self._running:
+            self._running[occupant].cancel()
 
     def _start(self, execution: Execution) -> None:
         if not self._begin(execution):
@@ -333,14 +332,14 @@ class CoroutineRunner(Runner):
             return
         task = self._loop.create_task(self._outcome(execution), context=self._context_for(execution.task))
         execution.inside = self
-        self._running[task] = execution
-        task.add_done_callback(self._ended)
+        self._running[execution] = task
+        task.add_done_callback(functools.partial(self._ended, execution))
         if execution.interrupt_kind is not None:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[Outcome]) -> None:
+    def _ended(self, execution: Execution, task: asyncio.Task[Outcome]) -> None:
         """Not at the end of the coroutine: one that is cancelled before its first line never gets there."""
-        execution = self._running.pop(task)
+        del self._running[execution]
         outcome = outcome_of(execution, asyncio.CancelledError()) if task.cancelled() else task.result()
         self._note_end(execution, outcome)
         if self._running:

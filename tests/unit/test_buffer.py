@@ -390,20 +390,58 @@ def test_each_take_proves_that_slots_get_free(clock: Clock) -> None:
         buffer.done([(taken, HOARD_SECONDS * 0.9)])
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [(0.02, 99), (0.03, 6), (0.1, 2), (0.9, 0)])
+@pytest.mark.parametrize(("seconds", "kept"), [(0.02, 98), (0.03, 6), (0.1, 2), (0.9, 0)])
 def test_what_would_wait_for_longer_than_planned_goes_back(clock: Clock, seconds: float, kept: int) -> None:
-    """Short tasks made it hold many, and they turn out to be long: another worker could run them. The last ones go."""
+    """Short tasks made it hold many, and they turn out to be long: another worker could run them. The last ones go, and
+    only when that has been so for a while.
+    """
     buffer = open_buffer(2)
-    first, *waiting = executions(100)
-    buffer.add([first, *waiting])
-    assert buffer.hoarded(None) == []
+    first, *others = executions(101)
+    buffer.add([first, *others])
     assert buffer.take(is_coroutine=False) is first
     buffer.done([(first, seconds)])
-    clock.seconds += 0.01
+    taken = [buffer.take(is_coroutine=False) for _ in range(2)]
+    waiting = others[2:]
+    assert taken == others[:2]
+    assert buffer.hoarded(None) == []
+    clock.seconds += HOARD_SECONDS
+    buffer.add([])  # something moves
     assert set(buffer.hoarded(None)) == set(waiting[kept:])
     assert buffer.hoarded(None) == []
-    assert buffer.held() == [first, *waiting], "until that is committed"
-    assert [buffer.take(is_coroutine=False) for _ in range(kept)][:2] == waiting[:kept][:2]
+    assert buffer.held() == [first, *others], "until that is committed"
+
+
+def test_one_long_task_among_short_ones_sends_nothing_back(clock: Clock) -> None:
+    """The average has come down again before that could be taken for a rule."""
+    buffer = open_buffer(2)
+    first, second, *waiting = executions(100)
+    buffer.add([first, second, *waiting])
+    assert [buffer.take(is_coroutine=False) for _ in range(2)] == [first, second]
+    buffer.done([(first, 10.0)])
+    assert buffer.hoarded(None) == []
+    clock.seconds += HOARD_SECONDS / 2
+    for _ in range(90):
+        taken = buffer.take(is_coroutine=False)
+        assert taken is not None
+        buffer.done([(taken, 0.0)])
+    assert buffer.hoarded(None) == []
+    clock.seconds += HOARD_SECONDS
+    buffer.add([])
+    assert buffer.hoarded(None) == []
+
+
+def test_what_has_a_free_slot_does_not_go_back(clock: Clock) -> None:
+    """However long tasks are: it is about to start."""
+    buffer = open_buffer(3)
+    running, *waiting = executions(3)
+    buffer.add([running])
+    assert buffer.take(is_coroutine=False) is running
+    buffer.done([(running, 100.0)])
+    buffer.add(waiting)
+    for _ in range(3):
+        assert buffer.hoarded(None) == []
+        clock.seconds += HOARD_SECONDS * 0.9
+        buffer.add([])
 
 
 def test_a_suspect_that_cannot_be_alone_goes_back_after_ten_seconds(clock: Clock) -> None:

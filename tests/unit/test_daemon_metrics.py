@@ -8,7 +8,7 @@ import inspect
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,7 +27,7 @@ from tests import metrics_table
 from tests.promtool import by_labels, check_metrics, needs_promtool, parsed, value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tasklib_daemon.status import ChildStatus, Status
 
@@ -224,13 +224,14 @@ def test_whatever_the_names_every_count_has_its_place(own_ledger: Ledger) -> Non
     assert counted("fenced") == counted("lease_lost") == 1
 
 
-def test_the_page_says_what_the_ledger_has(own_ledger: Ledger) -> None:
+@pytest.mark.parametrize("tell", [LedgerTally.settled, LedgerTally.completed])
+def test_the_page_says_what_the_ledger_has(own_ledger: Ledger, tell: Callable[[LedgerTally, list[Any]], None]) -> None:
     """After a death, whoever finds these tasks on the page need not count them once more."""
     page = Page(1)
     own = LedgerTally(own_ledger, "worker", page)
     own.add({("failed", "mail", "default"): [1.0]})
     assert not page.read().is_counted
-    own.settled([])
+    tell(own, [])
     assert page.read().is_counted
     page.close()
 

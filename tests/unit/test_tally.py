@@ -33,6 +33,15 @@ def done(outcome: AttemptOutcome | None = "COMPLETED", state: State = State.COMP
     return Settlement(state, outcome, **more)
 
 
+def test_successes_are_counted_like_other_ends() -> None:
+    """They come by a way of their own."""
+    plain, settled = Counts(), Counts()
+    ended = [(held(), 0.002), (held(), 0.004), (held(queue="bulk"), 3.0), (held("report"), 60.0)]
+    plain.completed(ended)
+    settled.settled((task, done(), seconds) for task, seconds in ended)
+    assert plain.take() == settled.take() != {}
+
+
 def test_a_batch_of_ends_is_counted_by_task_queue_and_outcome() -> None:
     """With how long each took, whatever its outcome."""
     counts = Counts()
