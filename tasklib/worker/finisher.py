@@ -131,7 +131,7 @@ class Finisher:
         self._is_gathering = False
         while (self._successes or self._ended) and self._gathering_left() <= 0:
             self._flushed_at = time.monotonic()
-            if self._successes and not self._resent:
+            if self._successes and not (self._resent and self._ended):  # what was sent before comes first
                 self._complete()
             if self._ended:
                 self._flush()
