@@ -105,7 +105,7 @@ class Execution:
 class Seat(Protocol):
     """Where it executes, for who has to stop it."""
 
-    def interrupt(self, kind: type[TaskInterrupt], occupant: Execution) -> None: ...
+    def interrupt(self, kind: type[TaskInterrupt], occupant: Execution, /) -> None: ...
 
 
 class ThreadSeat:
