@@ -142,6 +142,8 @@ def test_a_cut_costs_neither_task_nor_slot(
     with CuttingProxy(database_url, tmp_path, hold.decide) as proxy, running(tasklib.Config(proxy.url), concurrency=1):
         task = wait_final(client, client.submit(write.new(1)))
         assert proxy.cuts == 1
+        # The task may be seen as final before the proxy has read the answer that it loses.
+        wait_until(lambda: proxy.lost_answers.total() == (fate == "after"), "the answer to be lost")
         is_known = is_meant is is_completion or fate != "during"
         assert_once(task, conn, attempt=task.attempt if not is_known else 1 if proxy.lost_answers["COMMIT"] else 2)
         assert wait_final(client, client.submit(write.new(2))).state == "completed"

@@ -54,8 +54,12 @@ def waiting_connections(conn: Conn) -> int:
 
 
 def waits(conn: Conn) -> bool:
-    """Somebody has said so by the lock."""
-    row = conn.execute("select count(*) from pg_locks where locktype = 'advisory' and mode = 'ShareLock'").fetchone()
+    """Somebody has said so by the lock. A worker that sleeps holds others, in the same way."""
+    row = conn.execute(
+        """select count(*) from pg_locks join pg_database on pg_database.oid = database
+            where locktype = 'advisory' and mode = 'ShareLock' and objsubid = 1 and datname = current_database()
+              and (classid::bigint << 32 | objid::bigint) = hashtextextended('tasklib.task_done', 0)"""
+    ).fetchone()
     return row == (1,)
 
 
