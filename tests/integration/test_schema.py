@@ -49,6 +49,18 @@ def test_the_snapshot_is_what_the_migrations_make(database_url: str) -> None:
     assert snapshot(database_url) == SNAPSHOT.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("table", ["tasks", "workers", "claims", "task_rollups"])
+def test_vacuum_keeps_pace_with_what_changes_all_the_time(conn: Conn, table: str) -> None:
+    """By default it waits for a fifth of a table."""
+    row = conn.execute(
+        """select option_value::float from pg_class, pg_options_to_table(reloptions)
+            where oid = ('tasklib.' || %s)::regclass and option_name = 'autovacuum_vacuum_scale_factor'""",
+        [table],
+    ).fetchone()
+    assert row is not None
+    assert row[0] <= 0.05
+
+
 @pytest.mark.parametrize(
     "noun",
     ["tasks", "workers", "claims", "crashes", "elections", "janitor", "worker_states", "testing", "doorbell", "doctor"],
