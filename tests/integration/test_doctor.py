@@ -629,13 +629,13 @@ def test_dead_rows_that_stay(config: tasklib.Config, conn: Conn, url: str) -> No
     with psycopg.connect(url) as holder:
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select 1 from pg_class")
-        update(conn, "limit 200")
+        update(conn, "limit 120")
         one(config, "autovacuum", OK, limits=Limits(dead_rows=100))  # not twice what it waits for
         for _ in range(2):
             update(conn, "limit 300")
         update(conn, "limit 100")
         found = one(config, "autovacuum", WARNING, limits=Limits(dead_rows=500))
-        assert (found.details["table"], found.details["dead"], found.details["threshold"]) == ("tasks", 900, 110)
+        assert (found.details["table"], found.details["dead"], found.details["threshold"]) == ("tasks", 820, 65)
     one(config, "autovacuum", OK)  # of a hundred thousand it would tell by itself
     conn.execute("vacuum tasklib.tasks")
     one(config, "autovacuum", OK, limits=Limits(dead_rows=500))
