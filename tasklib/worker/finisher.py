@@ -43,8 +43,6 @@ WORTHWHILE_BATCH = 200
 BLOCKED_PAUSE_SECONDS = 2.0
 MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
 PROGRESS_EVERY_SECONDS = 0.5
-
-
 Success: TypeAlias = "tuple[Execution, str | None, float, Reading]"  # with its result, and when: as in Ended
 
 
@@ -87,7 +85,7 @@ class Finisher:
         self._successes: deque[Success] = deque()
         self._ended: deque[Ended] = deque()  # all else that ended
         self._most = LARGEST_BATCH
-        self._is_blocked = False  # somebody holds a row of what comes next
+        self._meets_a_lock = False  # somebody holds a row of what comes next
         self._blocked: list[Ended] = []
         self._blocked_until = 0.0
         self._resent = 0  # so many, from the first on, were sent before: their answer was lost
@@ -177,17 +175,17 @@ class Finisher:
         claims = self._buffer.claims_ended_by(executions)
         sent_at = time.monotonic()
         try:
-            settled = self._session.run(self._statements.complete(worker_id, completions, claims))
+            settled = set(self._session.run(self._statements.complete(worker_id, completions, claims)))
         except psycopg.Error as error:
             self._go_the_long_way(batch, was_sent=is_connection_lost(error))
-            self._is_blocked = isinstance(error, psycopg.errors.LockNotAvailable)
-            if self._is_blocked or is_about_rows(error):
+            self._meets_a_lock = isinstance(error, psycopg.errors.LockNotAvailable)
+            if self._meets_a_lock or is_about_rows(error):
                 return
             raise
         self._tally.flushed(len(batch), time.monotonic() - sent_at)
         if len(settled) < len(batch):
-            self._tell_lost([_as_ended(each) for each in batch], set(settled))
-            batch = [each for each in batch if each[0].id in set(settled)]
+            self._tell_lost([_as_ended(each) for each in batch], settled)
+            batch = [each for each in batch if each[0].id in settled]
         self._tally.completed((each.task, moment - each.started) for each, _, moment, _ in batch)
         self._buffer.settled(executions)
         _pop(self._successes, len(executions))
@@ -231,8 +229,8 @@ class Finisher:
         return batch
 
     def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
-        if self._is_blocked:
-            self._is_blocked = False
+        if self._meets_a_lock:
+            self._meets_a_lock = False
             self._settle_unlocked(worker_id, batch)
             return
         executions = {each.execution for each in batch}

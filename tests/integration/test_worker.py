@@ -24,7 +24,7 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.promoter import Promoter
 from tasklib.statements import Place
-from tasklib.worker import buffer, hooks
+from tasklib.worker import buffer, finisher, hooks
 from tasklib.worker.claimer import Claimer
 from tasklib.worker.execution import Execution
 from tests.raw_sql import Conn, literal
@@ -805,6 +805,26 @@ def test_long_tasks_are_not_hoarded(client: tasklib.Client, config: tasklib.Conf
         release.set()
         wait_final(client, long_id)
     assert {task.attempt for task in client.list_tasks(name="job", limit=10)} == {1}
+
+
+def test_ends_of_a_few_milliseconds_share_a_statement(
+    client: tasklib.Client, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each would cost more than the tasks."""
+    monkeypatch.setattr(finisher, "GATHER_SECONDS", 0.05)
+    job = tasklib.task(name="job")(lambda: time.sleep(0.005))
+    written: list[float] = []
+    really = finisher.Finisher._complete
+
+    def note(self: finisher.Finisher) -> None:
+        written.append(self._flushed_at)
+        really(self)
+
+    monkeypatch.setattr(finisher.Finisher, "_complete", note)
+    client.submit_many([job.new() for _ in range(100)])
+    TaskWorker(config).run_until_empty_sync()
+    assert len(written) > 2
+    assert min(later - earlier for earlier, later in itertools.pairwise(written)) >= 0.05 - 1e-9
 
 
 def test_what_turns_out_to_be_long_is_left_to_others(client: tasklib.Client, config: tasklib.Config) -> None:
