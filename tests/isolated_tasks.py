@@ -82,7 +82,7 @@ def where_worker() -> int:
     return os.getpid()
 
 
-@tasklib.task(isolation="process", no_retry_on=ZeroDivisionError)
+@tasklib.task(isolation="process", no_retry_on=ZeroDivisionError, backoff=tasklib.Fixed(3600))
 def end_by(how: str) -> None:
     """However a function may end, other than by returning."""
     endings: dict[str, BaseException] = {
@@ -96,7 +96,7 @@ def end_by(how: str) -> None:
     raise endings[how]
 
 
-@tasklib.task(isolation="process")
+@tasklib.task(isolation="process", backoff=tasklib.Fixed(3600))
 async def end_by_async(how: str) -> None:
     await asyncio.sleep(0)
     end_by(how)
