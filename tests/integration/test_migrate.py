@@ -200,7 +200,7 @@ def test_another_schema_name_everywhere(new_database: NewDatabase, database_url:
     url = new_database()
     migrate.migrate(tasklib.Config(url, schema="jobs"))
     with psycopg.connect(url) as conn, psycopg.connect(database_url) as other:
-        described = migrate.describe(conn, "jobs").replace("jobs.", "tasklib.")
+        described = migrate.describe(conn, "jobs").replace('"jobs".', "tasklib.").replace("jobs.", "tasklib.")
         expected = migrate.describe(other, "tasklib")
         assert conn.execute("select to_regnamespace('tasklib')").fetchone() == (None,)
     assert without_bodies(described) == without_bodies(expected)
