@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from tasklib.worker.execution import Execution
 
-LARGEST_BUFFER = 1_000
+LARGEST_BUFFER = 2_000
+WORTHWHILE_CLAIM = 500  # a larger one would be no cheaper
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 HOARD_SECONDS = 0.5  # when nothing has started for so long, what waits goes back to the queue
@@ -64,7 +65,9 @@ class Buffer:
     # --- the claimer's side ---
 
     def room(self, fixed: int | None) -> int:
-        """How many more to claim. Not before half of what is held ahead is used up: claims are cheaper in batches."""
+        """How many more to claim. Not before half of what is held ahead is used up, or enough for a claim that is worth
+        its while: claims are cheaper in batches.
+        """
         with self._lock:
             if not self._may_take or self._suspect_is_next() or self._suspect_executes():
                 return 0  # what would come has to wait
@@ -74,7 +77,8 @@ class Buffer:
             if len(self._unsettled) - held > MOST_UNSETTLED:
                 return 0
             most = wanted(self.concurrency, self._average_seconds, fixed)
-            self._refill_at = (most - self.concurrency) // 2
+            ahead = most - self.concurrency
+            self._refill_at = ahead - min((ahead + 1) // 2, WORTHWHILE_CLAIM)
             return max(most - held, 0) if self._is_short() else 0
 
     def add(self, executions: Iterable[Execution]) -> list[Execution]:
@@ -313,7 +317,7 @@ class Buffer:
         return len(self._executing) == 1 and next(iter(self._executing)).task.suspect
 
     def _is_short(self) -> bool:
-        """Half of what is held ahead is used up, or a slot has nothing to run."""
+        """There is room for a claim that is worth its while, or a slot has nothing to run."""
         waiting = self._waiting_count()
         return waiting <= self._refill_at or waiting < self.concurrency - len(self._executing)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
 SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
 NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
-CLAIM_LIMIT = 500  # of a larger one the tasks come too late for who has run what he had
+CLAIM_LIMIT = 1_000  # the most that the statement takes
 BUSY_SECONDS = 0.05  # of work without a break: then nobody needs to ring
 BREAK_SECONDS = 0.001  # of sleep
 NAP_SECONDS = 0.001  # between two looks while every look finds something, and nobody rings

@@ -132,6 +132,19 @@ def test_room_opens_again_when_half_of_what_is_ahead_is_used_up() -> None:
     assert rooms == [0, 0, 0, 0, 0, 0, 7, 8]
 
 
+def test_of_much_that_is_ahead_a_worthwhile_claim_is_enough() -> None:
+    """Who holds two thousand does not wait until a thousand are gone."""
+    buffer = open_buffer(concurrency=1)
+    buffer.add(executions(buffer.room(2_000)))
+    rooms = []
+    for _ in range(501):
+        taken = buffer.take(is_coroutine=False)
+        assert taken is not None
+        buffer.done([(taken, 0.0)])
+        rooms.append(buffer.room(2_000))
+    assert rooms == [0] * 500 + [501]
+
+
 def test_a_slot_with_nothing_to_run_makes_room() -> None:
     """However little is wanted ahead."""
     buffer = open_buffer(4)
