@@ -168,7 +168,7 @@ class Crew:
         self.buffer.on_settled = self._witness.settled
         self.lease.on_regained = self._regained
         self.lease.on_cancel = self._cancel_held
-        self.finisher.on_settled = self._after_settlement
+        self.finisher.settler.on_settled = self._after_settlement
 
     # --- what the parts tell each other ---
 
@@ -357,11 +357,11 @@ class Crew:
             each.interrupt(StopInterrupt)
         self._wait_for(lambda: not self.buffer.executing(), ABANDON_AFTER_SECONDS)
         self.loops["claim"].join(self._config.database_timeout_seconds)
-        self._wait_for(lambda: self.finisher.is_empty, max(grace_seconds, ABANDON_AFTER_SECONDS))
+        self._wait_for(lambda: self.finisher.settler.is_empty, max(grace_seconds, ABANDON_AFTER_SECONDS))
         self._leave(grace_seconds)
 
     def _leave(self, grace_seconds: float) -> None:
-        if not self.finisher.is_empty:
+        if not self.finisher.settler.is_empty:
             log.error("outcomes.lost", consequence="they could not be written in time: these tasks will run again")
         if self.buffer.executing():
             self._abandon(grace_seconds)

@@ -19,7 +19,7 @@ import tasklib
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Crashed, Failed, Interrupted, Problem, Rules, decide
 from tasklib.statements import settlement_json
-from tasklib.worker import finisher
+from tasklib.worker import settler
 from tasklib.worker.claimer import Claimer
 from tasklib.worker.session import Session
 from tests.raw_sql import Conn, literal
@@ -596,7 +596,7 @@ def test_large_results_are_written_apart(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statement has its limit: beyond it, the results of a batch go by several."""
-    monkeypatch.setattr(finisher, "LARGEST_BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(settler, "LARGEST_BATCH_CHARACTERS", 300)
     echo = tasklib.task(name="echo")(lambda n: str(n) * 100)
     ids = client.submit_many([echo.new(n=n % 10) for n in range(20)])
     tasklib.TaskWorker(config, concurrency=20).run_until_empty_sync()

@@ -75,7 +75,7 @@ def test_an_outcome_reached_during_an_outage_is_kept(server: Server, mode: str) 
         release.set()
         crew = worker._crew
         assert crew is not None
-        wait_until(lambda: not crew.buffer.executing() and not crew.finisher.is_empty, "both to end")
+        wait_until(lambda: not crew.buffer.executing() and not crew.finisher.settler.is_empty, "both to end")
         server.start()
         later = client.submit(job.new(n=7))
         for task_id in [*held, later]:

@@ -24,7 +24,7 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.promoter import Promoter
 from tasklib.statements import Place
-from tasklib.worker import buffer, finisher, hooks
+from tasklib.worker import buffer, finisher, hooks, settler
 from tasklib.worker.claimer import Claimer
 from tasklib.worker.execution import Execution
 from tests.raw_sql import Conn, literal
@@ -813,16 +813,18 @@ def test_ends_of_a_few_milliseconds_share_a_statement(
     """One for each would cost more than the tasks."""
     monkeypatch.setattr(finisher, "GATHER_SECONDS", 0.05)
     job = tasklib.task(name="job")(lambda: time.sleep(0.005))
+    worker = TaskWorker(config)
     written: list[float] = []
-    really = finisher.Finisher._complete
+    really = settler.Settler.write
 
-    def note(self: finisher.Finisher) -> None:
-        written.append(self._flushed_at)
+    def note(self: settler.Settler) -> None:
+        assert worker._crew is not None
+        written.append(worker._crew.finisher._flushed_at)
         really(self)
 
-    monkeypatch.setattr(finisher.Finisher, "_complete", note)
+    monkeypatch.setattr(settler.Settler, "write", note)
     client.submit_many([job.new() for _ in range(100)])
-    TaskWorker(config).run_until_empty_sync()
+    worker.run_until_empty_sync()
     assert len(written) > 2
     assert min(later - earlier for earlier, later in itertools.pairwise(written)) >= 0.05 - 1e-9
 
