@@ -24,7 +24,7 @@ from tasklib.worker.claimer import Claimer
 from tasklib.worker.session import Session
 from tests.raw_sql import Conn, literal
 from tests.waiting import wait_until, wait_until_blocked
-from tests.working import ManualWorker, get, grown_up_reaper, running
+from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -616,10 +616,10 @@ def test_a_bad_outcome_does_not_hold_up_the_others(client: tasklib.Client, conn:
             when (old.id = '{ids[7]}' and new.state = 'completed') execute function pg_temp.refuse()""")
     )
     try:
-        tasklib.TaskWorker(config, concurrency=4).run_until_empty_sync()
+        with running(config, concurrency=4):
+            states = {each: wait_final(client, each).state for each in ids}
     finally:
         conn.execute("drop trigger refuse on tasklib.tasks")
-    states = {each: get(client, each).state for each in ids}
     assert states.pop(ids[7]) == "failed"
     assert set(states.values()) == {"completed"}
     assert get(client, ids[7]).error_code == "UNSTORABLE"
