@@ -24,7 +24,7 @@
 -- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b2890be0336614262ceb121f6b119037
 -- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off jit=off c14f4156b345355c0ac84c856588d6ec
 -- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 95a041f63d288534fea267a94a6b5984
--- function tell_done() returns trigger for public fcdd60af835387ed17ab25e15d14fe80
+-- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- table attempts column attempt integer not null default null
 -- table attempts column error_code text default null

@@ -108,6 +108,7 @@ class Settler:
         if self._blocked and time.monotonic() >= self._blocked_until:
             self._ended.extend(self._blocked)
             self._blocked = []
+            self._meets_a_lock = True  # it may be there still: nobody else waits to find that out
 
     def write(self) -> None:
         """A batch of each lane. What was sent before comes first."""
@@ -184,7 +185,7 @@ class Settler:
             batch.append(each)
         return batch
 
-    def _settle(self, worker_id: str, batch: Sequence[Ended]) -> None:
+    def _settle(self, worker_id: str, batch: Sequence[Ended], *, is_last_try: bool = False) -> None:
         if self._meets_a_lock:
             self._meets_a_lock = False
             self._settle_unlocked(worker_id, batch)
@@ -195,7 +196,10 @@ class Settler:
         try:
             settled = set(self._session.run(self._statements.settle(worker_id, map(Ended.to_json, batch), claims)))
         except psycopg.errors.LockNotAvailable:
-            self._settle_unlocked(worker_id, batch)
+            if is_last_try:
+                self._set_aside(batch)
+            else:
+                self._settle_unlocked(worker_id, batch)
             return
         except psycopg.Error as error:
             if not is_about_rows(error):
@@ -226,17 +230,22 @@ class Settler:
         )
 
     def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
-        """Somebody holds a row of the batch: the others do not wait for it."""
+        """Somebody holds a row of the batch: the others do not wait for it. If nobody does any more, it may have been
+        another row that the statement needs, of `claims`: once more, and then all of them wait.
+        """
         free = set(self._session.run(self._statements.unlocked([each.execution.id for each in batch])))
         blocked = [each for each in batch if each.execution.id not in free]
-        if len(blocked) < len(batch):
-            self._settle(worker_id, [each for each in batch if each.execution.id in free])
+        if free:
+            self._settle(worker_id, [each for each in batch if each.execution.id in free], is_last_try=not blocked)
         if blocked:
-            log.warning(
-                "finish.blocked", tasks=[str(each.execution.id) for each in blocked[:5]], hint="who holds the row?"
-            )
-            self._blocked += blocked
+            self._set_aside(blocked)
+
+    def _set_aside(self, blocked: Sequence[Ended]) -> None:
+        """Those that were before have their time: who comes later does not keep them waiting."""
+        log.warning("finish.blocked", tasks=[str(each.execution.id) for each in blocked[:5]], hint="who holds the row?")
+        if not self._blocked:
             self._blocked_until = time.monotonic() + BLOCKED_PAUSE_SECONDS
+        self._blocked += blocked
 
     def _settle_apart(self, worker_id: str, batch: Sequence[Ended], error: psycopg.Error) -> None:
         """Something in the batch cannot be written: halve it until it is alone, then write what can be."""

@@ -5,23 +5,26 @@ lost, and a worker that may be thought dead starts nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
 import pytest
 
 import tasklib
 from tasklib import embedded
+from tasklib.worker import settler
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
 from tests.working import get, running, wait_final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+    from uuid import UUID
 
     from tasklib.embedded import EmbeddedPostgres
     from tests.raw_sql import Conn
@@ -249,19 +252,126 @@ def test_locks_are_extended_while_a_task_runs(client: tasklib.Client, conn: Conn
     assert ran == [1]
 
 
+class Held(NamedTuple):
+    """A task that runs until it is released, and then finds its row held by somebody else."""
+
+    id: UUID
+    released: threading.Event
+    holder: psycopg.Connection[Any]
+
+    def give_free(self) -> None:
+        self.holder.rollback()
+
+
+@pytest.fixture
+def hold(client: tasklib.Client, database_url: str) -> Iterator[Callable[[int], list[Held]]]:
+    released: list[threading.Event] = []
+
+    @tasklib.task(name="held")
+    def wait(number: int) -> None:
+        released[number].wait(20)
+
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int) -> list[Held]:
+            released.extend(threading.Event() for _ in range(count))
+            ids = [client.submit(wait.new(number)) for number in range(count)]
+            wait_until(lambda: all(get(client, each).state == "running" for each in ids), "all of them to run")
+            made = []
+            for task_id, event in zip(ids, released, strict=True):
+                holder = stack.enter_context(psycopg.connect(database_url))
+                holder.execute("select from tasklib.tasks where id = %s for update", [task_id])
+                made.append(Held(task_id, event, holder))
+            return made
+
+        yield make
+        for event in released:
+            event.set()
+
+
+def is_set_aside(caplog: pytest.LogCaptureFixture, held: Held) -> bool:
+    return any("finish.blocked" in line and str(held.id) in line for line in caplog.text.splitlines())
+
+
 def test_someone_who_holds_a_row_does_not_stop_the_rest(
-    client: tasklib.Client, conn: Conn, database_url: str, config: tasklib.Config
+    client: tasklib.Client,
+    config: tasklib.Config,
+    caplog: pytest.LogCaptureFixture,
+    hold: Callable[[int], list[Held]],
 ) -> None:
-    """A forgotten `select for update` on one task: others are claimed, run and finished meanwhile."""
+    """A forgotten `select for update` on one task: others are finished meanwhile, and it is as soon as it can be."""
     job = tasklib.task(name="job")(lambda: None)
-    held, *others = client.submit_many([job.new() for _ in range(10)])
-    with psycopg.connect(database_url) as holder, running(config):
-        holder.execute("select 1 from tasklib.tasks where id = %s for update", [held])
+    with running(config):
+        (held,) = hold(1)
+        held.released.set()
+        wait_until(lambda: "finish.blocked" in caplog.text, "its end to be set aside")
         for task_id in client.submit_many([job.new() for _ in range(10)]):
             wait_final(client, task_id)
+        assert get(client, held.id).state == "running"
+        held.give_free()
+        assert wait_final(client, held.id).attempt == 1
+
+
+def test_an_end_that_waits_for_a_row_keeps_nobody_waiting(
+    client: tasklib.Client,
+    config: tasklib.Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[int], list[Held]],
+) -> None:
+    """It is tried again and again, and each time that would be a second in which nothing else is written."""
+    monkeypatch.setattr(settler, "BLOCKED_PAUSE_SECONDS", 0.1)
+    job = tasklib.task(name="job")(lambda: None)
+    with running(config):
+        (held,) = hold(1)
+        held.released.set()
+        wait_until(lambda: "finish.blocked" in caplog.text, "its end to be set aside")
+        waited: list[float] = []
+        while caplog.text.count("finish.blocked") < 7:
+            began = time.monotonic()
+            wait_final(client, client.submit(job.new()))
+            waited.append(time.monotonic() - began)
+        assert sorted(waited)[-4] < 0.5, "each try cost who came then a second"
+        held.give_free()
+        wait_final(client, held.id)
+
+
+def test_ends_that_are_blocked_later_do_not_keep_back_the_first(
+    client: tasklib.Client,
+    config: tasklib.Config,
+    caplog: pytest.LogCaptureFixture,
+    hold: Callable[[int], list[Held]],
+) -> None:
+    """Somebody who locks row after row, each for a short time."""
+    with running(config, concurrency=8):
+        held = hold(6)
+        for each in held:
+            each.released.set()
+            wait_until(functools.partial(is_set_aside, caplog, each), "its end to be set aside")
+            if each is held[0]:
+                each.give_free()
+        assert get(client, held[0].id).state == "completed"
+        for each in held[1:]:
+            each.give_free()
+        for each in held[1:]:
+            wait_final(client, each.id)
+
+
+@pytest.mark.direct("is about locks of a session")
+def test_a_held_claim_is_waited_for_too(
+    client: tasklib.Client, config: tasklib.Config, database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No row of a task is held, and still the end cannot be written: it is set aside like the others."""
+    released = threading.Event()
+    wait = tasklib.task(name="wait")(lambda: released.wait(20) and None)
+    task_id = client.submit(wait.new())
+    with running(config), psycopg.connect(database_url) as holder:
+        wait_until(lambda: get(client, task_id).state == "running", "it to run")
+        holder.execute("select from tasklib.claims for update")
+        released.set()
+        wait_until(lambda: "finish.blocked" in caplog.text, "its end to be set aside")
         holder.rollback()
-        for task_id in [held, *others]:
-            wait_final(client, task_id)
+        assert wait_final(client, task_id).attempt == 1
 
 
 @pytest.mark.direct("is about LISTEN")
