@@ -33,16 +33,28 @@ def check_database(patient: Patient, _limits: Limits) -> Iterator[Finding]:
             "name the primary in the address, or all hosts and target_session_attrs=read-write",
         )
     elif server.is_read_only:
-        yield critical(
-            "transactions of this role in this database are read-only by default",
-            f"alter database {server.database} reset default_transaction_read_only; "
-            f"alter role {server.role} reset default_transaction_read_only;",
-        )
+        yield critical("transactions are read-only by default: nothing can be submitted or claimed", _writable(patient))
     if server.encoding != "UTF8":
         yield note(
             f"the database is encoded in {server.encoding}: it refuses text that has other characters",
             "move to a database that was created with encoding 'UTF8'",
         )
+
+
+def _writable(patient: Patient) -> str:
+    """By who has made it read-only. Every new session is so, too, and could not change that."""
+    server, setting = patient.server, "default_transaction_read_only"
+    ((source,),) = patient.ask("source", setting)
+    if source == "client":
+        return f"take {setting} out of `options` in the address, or out of PGOPTIONS"
+    of_a_role = {
+        "database": f"alter database {server.database} reset {setting};",
+        "user": f"alter role {server.role} reset {setting};",
+        "database user": f"alter role {server.role} in database {server.database} reset {setting};",
+        "global": f"alter role all reset {setting};",
+    }
+    reset = of_a_role.get(source, f"alter system set {setting} = off; select pg_reload_conf();")
+    return f"see why first (providers do so when a disk is full); then set {setting} = off; {reset}"
 
 
 def check_clock(patient: Patient, limits: Limits) -> Iterator[Finding]:

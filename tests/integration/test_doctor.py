@@ -129,7 +129,7 @@ def one(config: tasklib.Config, check: str, severity: Severity, **options: Any) 
 
 def apply(conn: Conn, remedy: str) -> None:
     """What of it is SQL. Each by itself: some of it must not be in a transaction."""
-    statements = re.findall(r"((?:alter|create|delete|drop|grant|insert|reindex|rollback|select) [^;]+;)", remedy)
+    statements = re.findall(r"((?:alter|create|delete|drop|grant|insert|reindex|rollback|select|set) [^;]+;)", remedy)
     assert statements, remedy
     for statement in statements:
         conn.execute(literal(statement))
@@ -290,12 +290,35 @@ def test_a_standby() -> None:
         one(config, "transactions", OK)
 
 
-def test_a_read_only_database(config: tasklib.Config, conn: Conn) -> None:
-    """Set for the database by somebody who forgot it."""
-    conn.execute(literal(f"alter database {conn.info.dbname} set default_transaction_read_only = on"))
-    found = one(config, "database", CRITICAL)
-    apply(conn, found.remedy)
-    one(config, "database", OK)
+@pytest.mark.parametrize(
+    "whom", ["database {database}", "role {role}", "role {role} in database {database}", "role all"]
+)
+def test_a_read_only_database(config: tasklib.Config, conn: Conn, whom: str) -> None:
+    """Set by somebody who forgot it. Who applies the remedy is read-only himself, to begin with."""
+    setting = "default_transaction_read_only"
+    whose = whom.format(database=conn.info.dbname, role=conn.info.user)
+    conn.execute(literal(f"alter {whose} set {setting} = on"))
+    try:
+        found = one(config, "database", CRITICAL)
+        with psycopg.connect(config.database_url, autocommit=True) as new:
+            apply(new, found.remedy)
+        one(config, "database", OK)
+    finally:
+        conn.execute(literal(f"alter {whose} reset {setting}"))
+
+
+@pytest.mark.direct
+def test_a_read_only_server(config: tasklib.Config, conn: Conn) -> None:
+    """As some providers make it when the disk is full. Or only the address says so."""
+    with server_setting(conn, "default_transaction_read_only", "on"):
+        found = one(config, "database", CRITICAL)
+        assert "disk" in found.remedy
+        with psycopg.connect(config.database_url, autocommit=True) as new:
+            apply(new, found.remedy)
+        _reload(conn, "default_transaction_read_only", "off")
+        one(config, "database", OK)
+    asked = make_conninfo(config.database_url, options="-c default_transaction_read_only=on")
+    assert "out of `options`" in one(tasklib.Config(asked), "database", CRITICAL).remedy
 
 
 def test_another_encoding(server: EmbeddedPostgres, conn: Conn) -> None:
