@@ -169,7 +169,7 @@ TASKS = Row("Tasks", [
             "topk(10, sum by (task) (rate(tasklib_tasks_failed_total{@queue+task}[$__rate_interval])))",
             "{{task}}",
         ),
-        unit="ops", alerts=["TasklibFailureRatioHigh"],
+        unit="ops", alerts=["TasklibFailureRatioHigh", "TasklibTaskNeverSucceeds"],
     ),
     graph(
         "Suspects",

@@ -11,6 +11,9 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+import psycopg
+
+from tasklib.connection import is_connection_lost
 from tasklib.log import log
 from tasklib.worker.tally import Tally
 
@@ -53,7 +56,12 @@ class Election:
 
     def run_once(self) -> float | None:
         sent = time.monotonic()
-        term = self._session.run(self._statements.stand(self._name, self._holder, self._ttl_seconds))
+        try:
+            term = self._session.run(self._statements.stand(self._name, self._holder, self._ttl_seconds))
+        except psycopg.Error as error:
+            if not is_connection_lost(error):
+                self.answered = time.monotonic()  # a refusal is an answer: it is not the connection that is at fault
+            raise
         self.answered = time.monotonic()
         if term != self.term:
             self._note(term)

@@ -255,7 +255,9 @@ def _from_file(path: Path) -> dict[str, _Given]:
 
 
 def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
-    """One file for each secret; an empty one is none. Others are the application's, unless they look like ours."""
+    """One file for each secret; an empty one is none. Others are the application's, unless they look like ours; `.cred`
+    is how systemd keeps one encrypted, for somebody else to read.
+    """
     directory = environment.get("CREDENTIALS_DIRECTORY")
     if not directory:
         return {}
@@ -266,7 +268,7 @@ def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
             if file.name in names:
                 if value := file.read_text("utf-8").strip():
                     found[names[file.name]] = _Given(value, f"credential {file.name}")
-            elif nearest := difflib.get_close_matches(file.name, names, 1, cutoff=0.8):
+            elif file.suffix != ".cred" and (nearest := difflib.get_close_matches(file.name, names, 1, cutoff=0.8)):
                 raise InvalidConfig(f"unknown credential {file.name} in {directory}: did you mean {nearest[0]}?")
     except OSError as error:
         raise InvalidConfig(f"credentials in {directory} cannot be read: {error.strerror}") from None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tasklib.worker.execution import Execution
 
 LARGEST_BUFFER = 2_000
-WORTHWHILE_CLAIM = 500  # a larger one would be no cheaper
+WORTHWHILE_CLAIM = 500  # who waits for room for more may run out of tasks meanwhile
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trips
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 HOARD_SECONDS = 0.5  # when nothing has started for so long, what waits goes back to the queue

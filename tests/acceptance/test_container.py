@@ -89,6 +89,7 @@ def test_a_pod_from_its_image_to_its_end(database: Database) -> None:
     settings = (BASE / "tasklibd.toml").read_text("utf-8")
     assert APP in settings
     mounts = {each["name"]: each["mountPath"] for each in worker["volumeMounts"]}
+    assert {each["mountPath"] for each in job["containers"][0]["volumeMounts"]} == {mounts["credentials"]}
     parts = [
         container.steps(dockerfile),
         container.volume(
@@ -97,7 +98,7 @@ def test_a_pod_from_its_image_to_its_end(database: Database) -> None:
         container.volume(mounts["credentials"], {"database_url": database.url, "web_token": TOKEN}),
         f"mount -t tmpfs -o mode=1777 tmpfs {mounts['tmp']}",
         "for each in / /etc /opt /run /var/log; do mount -o remount,bind,ro $each; done",
-        container.confined(job, {job["containers"][0]["env"][0]["name"]: database.url}),
+        container.confined(job, {}),
         "exec " + container.confined(pod, {"TASKLIB_NAME": "worker-0", "TASKLIB_WEB_PORT": str(port)}),
     ]
     (scrape,) = yaml.safe_load((MONITORING / "service-monitor.yaml").read_text("utf-8"))["spec"]["endpoints"]

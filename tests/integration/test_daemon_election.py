@@ -95,6 +95,29 @@ def test_coming_back_after_a_lapse_is_another_term(candidate: Candidate) -> None
     assert (only.is_held(), only.term) == (True, 2)
 
 
+def test_a_refusal_is_an_answer(candidate: Candidate, conn: Conn) -> None:
+    """Nobody can be elected, and it is not the connection that is at fault: whoever is told so looks elsewhere."""
+    election = candidate("a")
+    election.run_once()
+    answered = election.answered
+    conn.execute("alter table tasklib.elections rename to hidden")
+    try:
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            election.run_once()
+    finally:
+        conn.execute("alter table tasklib.hidden rename to elections")
+    assert election.answered > answered
+    conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where pid = %s", [backend(election)])
+    answered = election.answered
+    with pytest.raises(psycopg.OperationalError):
+        election.run_once()
+    assert election.answered == answered
+
+
+def backend(election: Election) -> int:
+    return election._session.connection().info.backend_pid
+
+
 def test_who_resigns_is_replaced_at_once(candidate: Candidate) -> None:
     """A daemon that stops does not leave the others waiting."""
     first, second = candidate("a", 60.0), candidate("b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tasklib.outcomes import HeldTask
+from tasklib.sql import queries
 from tasklib.statements import ClaimedTask
 from tasklib.worker import buffer as buffer_module
 from tasklib.worker.buffer import HOARD_SECONDS, LARGEST_BUFFER, LONE_PATIENCE_SECONDS, Buffer, wanted
+from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.execution import Execution
 from tests.waiting import wait_until
 
@@ -143,6 +146,13 @@ def test_of_much_that_is_ahead_a_worthwhile_claim_is_enough() -> None:
         buffer.done([(taken, 0.0)])
         rooms.append(buffer.room(2_000))
     assert rooms == [0] * 500 + [501]
+
+
+def test_a_full_claim_is_told_from_a_short_one() -> None:
+    """The statement has a limit of its own. Beyond that one every claim would seem to be the last."""
+    limits = [int(each) for each in re.findall(r"limit (\d{3,})", queries("tasks", "tasklib")["claim"])]
+    assert limits
+    assert min(limits) >= CLAIM_LIMIT
 
 
 def test_a_slot_with_nothing_to_run_makes_room() -> None:

@@ -128,6 +128,7 @@ def test_mistakes_in_the_environment(tmp_path: Path) -> None:
 def test_what_others_put_beside_ours_is_left_alone(tmp_path: Path) -> None:
     """Kubernetes tells every container about a service called tasklib-web; an application has credentials too."""
     write(tmp_path / "stripe_key", "x")
+    write(tmp_path / "database_url.cred", "encrypted")
     (tmp_path / "..data").mkdir()
     links = {
         "TASKLIB_WEB_PORT": "tcp://10.0.0.1:80",

@@ -16,6 +16,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import tasklib
+from tasklib.budget import daemon_budget
 from tasklib_daemon import plan
 from tasklib_daemon.settings import SECRETS, load
 from tests import manifests
@@ -221,9 +223,14 @@ def test_what_is_named_is_there(overlay: str, built: dict[str, list[Resource]]) 
         asks_as = {trigger["authenticationRef"]["name"] for trigger in scaler["triggers"]}
         assert asks_as == {*names(resources, "TriggerAuthentication")}
         assert "replicas" not in one(resources, "Deployment")["spec"], "an apply would set it back"
+        assert "fallback" not in scaler, "an outage would end workers that keep what has ended"
+        of_a_pod = daemon_budget(tasklib.Config(""), workers=1, concurrency=4)
+        most = of_a_pod.worker + of_a_pod.listener + of_a_pod.tasks
+        assert (scaler["maxReplicaCount"] + 1) * most < 97, "what a default PostgreSQL has, during a rollout"
         monitor = one(resources, "ServiceMonitor")["spec"]
         assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+        assert monitor["jobLabel"] in service["metadata"]["labels"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
