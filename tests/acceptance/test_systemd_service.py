@@ -160,7 +160,8 @@ def test_a_secret_that_is_encrypted(host: Host, url: str) -> None:
         assert host.run("test", "-e", "/etc/tasklibd/database_url").returncode == 1
         host.systemctl("restart", "tasklibd")
         assert host.read("/run/credentials/tasklibd.service/database_url").strip() == url
-        (by_hand,) = re.findall(r"`DATABASE_URL=\$\((.*)\)`", (ROOT / "systemd" / "README.md").read_text("utf-8"))
+        readme = (ROOT / "systemd" / "README.md").read_text("utf-8")
+        (by_hand,) = re.findall(r"`export DATABASE_URL=\$\((.*)\)`", readme)
         assert host.run(*by_hand.split()).stdout.strip() == url
         assert host.read("/run/credentials/tasklibd.service/web_token") == "the-other-secret-of-it"
         assert url.encode() not in host.run("cat", "/etc/tasklibd/database_url.cred").stdout.encode()
