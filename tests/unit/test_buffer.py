@@ -122,30 +122,29 @@ def test_room_counts_what_executes_and_what_waits() -> None:
     assert buffer.room(None) == 2
 
 
+def rooms_as_tasks_end(buffer: Buffer, count: int, *, fixed: int) -> list[int]:
+    """How many more would be claimed after each."""
+    rooms = []
+    for _ in range(count):
+        taken = buffer.take(is_coroutine=False)
+        assert taken is not None
+        buffer.done([(taken, 0.001)])
+        rooms.append(buffer.room(fixed))
+    return rooms
+
+
 def test_room_opens_again_when_half_of_what_is_ahead_is_used_up() -> None:
     """Claims are cheaper in batches."""
     buffer = open_buffer(2)
     buffer.add(executions(buffer.room(10)))
-    rooms = []
-    for _ in range(8):
-        taken = buffer.take(is_coroutine=False)
-        assert taken is not None
-        buffer.done([(taken, 0.001)])
-        rooms.append(buffer.room(10))
-    assert rooms == [0, 0, 0, 0, 0, 0, 7, 8]
+    assert rooms_as_tasks_end(buffer, 8, fixed=10) == [0, 0, 0, 0, 0, 0, 7, 8]
 
 
 def test_of_much_that_is_ahead_a_worthwhile_claim_is_enough() -> None:
     """Who holds two thousand does not wait until a thousand are gone."""
     buffer = open_buffer(concurrency=1)
     buffer.add(executions(buffer.room(2_000)))
-    rooms = []
-    for _ in range(501):
-        taken = buffer.take(is_coroutine=False)
-        assert taken is not None
-        buffer.done([(taken, 0.0)])
-        rooms.append(buffer.room(2_000))
-    assert rooms == [0] * 500 + [501]
+    assert rooms_as_tasks_end(buffer, 501, fixed=2_000) == [0] * 500 + [501]
 
 
 def test_a_full_claim_is_told_from_a_short_one() -> None:
