@@ -9,9 +9,10 @@ python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
 python3 dev.py mutants    remove guards one by one; the named test must go red (--quick: a few of them)
 python3 dev.py migrators  20 migrators at once, then 50 killed ones (--kills N): the long campaign
 python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under kills and freezes: the long campaign
+python3 dev.py hostile-role  a role that may create in public attacks while others work: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
-python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, supervisors, freeze, zoo, rolling, outage, idle,
-                          counters, scrapes
+python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, suspects, supervisors, freeze, zoo, rolling, outage,
+                          failover, connections, locks, poison, beacon, wide, idle, counters, scrapes
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py acceptance the acceptance tests, with the long ones that `test` leaves out: containers, all of the bench
@@ -25,6 +26,7 @@ python3 dev.py setup      make .venv and install everything into it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -40,7 +42,10 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 IN_PARALLEL: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
-DAEMON_SCENARIOS = ("kills", "supervisors", "freeze", "zoo", "rolling", "outage", "idle", "counters", "scrapes")
+DAEMON_SCENARIOS = (
+    "kills", "suspects", "supervisors", "freeze", "zoo", "rolling", "outage", "failover", "connections", "locks",
+    "poison", "beacon", "wide", "idle", "counters", "scrapes",
+)  # fmt: skip
 CODE = ["tasklib", "tasklib_pytest.py", "daemon", "grafana", "tests", "bench", "examples", "dev.py"]
 
 
@@ -57,6 +62,7 @@ def main(arguments: list[str]) -> int:
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "beside": beside,
         "exactly-once": lambda options: run_in_venv("tests/campaigns/exactly_once.py", *options),
+        "hostile-role": lambda options: run_in_venv("tests/campaigns/hostile_role.py", *options),
         "soak": soak,
         "bench": lambda options: run_in_venv("-m", "bench", *options),
         "footprint": lambda options: run_in_venv("-m", "bench.footprint", *options),
@@ -104,7 +110,7 @@ def make_venv() -> None:
 
 
 def lint(_options: list[str]) -> int:
-    return run_all(
+    return run_together(
         ("ruff", [BIN / "ruff", "check", *CODE]),
         ("format", [BIN / "ruff", "format", "--check", *CODE]),
         ("mypy", [BIN / "mypy"]),
@@ -189,7 +195,9 @@ def test_on_15() -> int:
         "test_witness.py", "test_daemon_cli.py", "test_daemon_control.py", "test_daemon_web.py", "test_daemon_bell.py",
         "test_daemon_sdnotify.py", "test_daemon_keeper.py", "test_doctor.py", "test_outages.py", "test_results.py",
         "test_current_task.py", "test_arguments_roundtrip.py", "test_budget.py", "test_kubernetes_*.py",
-        "test_worker.py", "test_exactly_once.py", "test_daemon_election.py",
+        "test_worker.py", "test_exactly_once.py", "test_daemon_election.py", "test_client_outages.py",
+        "test_scarce_connections.py", "test_sticky_sessions.py", "test_suspects.py", "test_forks.py",
+        "test_launching.py", "test_database.py", "test_standstill.py", "test_daemon_counts.py", "test_daemon_gauges.py",
     )  # fmt: skip
     suite: list[str | Path] = [*IN_PARALLEL, "tests/integration"]
     suite += [f"--ignore-glob=tests/integration/{name}" for name in elsewhere]
@@ -214,6 +222,27 @@ def run_all(*steps: tuple[str, list[str | Path]], environment: dict[str, str] | 
             return code
         print(f"   {time.monotonic() - began:.1f} s", flush=True)
     return 0
+
+
+def run_together(*steps: tuple[str, list[str | Path]]) -> int:
+    """All at the same time, since each uses one core. What each says is shown when it has ended, and all are heard."""
+    began, failed = time.monotonic(), 0
+    with contextlib.ExitStack() as files:
+        running = []
+        for name, command in steps:
+            said = files.enter_context(tempfile.TemporaryFile("w+"))
+            words = [str(word) for word in command]
+            running.append((name, said, subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT)))
+        for name, said, process in running:
+            announce(name)
+            code = process.wait()
+            said.seek(0)
+            print(said.read(), end="", flush=True)
+            if code:
+                announce(f"{name} failed")
+            failed = failed or code
+    print(f"   {time.monotonic() - began:.1f} s", flush=True)
+    return failed
 
 
 def run_in_venv(*words: str) -> int:

@@ -272,10 +272,10 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         return self._combiners.get(loop) or self._combiners.setdefault(loop, Combiner(self._submit_together))
 
-    async def _submit_together(self, tasks: Sequence[NewTask]) -> list[TaskId]:
+    async def _submit_together(self, tasks: Sequence[NewTask], since: float) -> list[TaskId]:
         if len(tasks) == 1:
-            return await self.database.run_async(self._statements.submit(tasks[0]))
-        return _in_order(tasks, await self.database.run_async(*self._statements.submit_many(tasks)))
+            return await self.database.run_async(self._statements.submit(tasks[0]), since=since)
+        return _in_order(tasks, await self.database.run_async(*self._statements.submit_many(tasks), since=since))
 
     async def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:  # noqa: ASYNC109 - told, not kept
         return _in_time((await self.database.run_async(self._statements.final([*waiting])))[0], waiting, timeout)

@@ -11,7 +11,8 @@ transaction that has used its key is open, and nobody else should wait with it.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib.errors import DatabaseUnavailable, TasklibError
 
@@ -25,31 +26,39 @@ MOST_UNDER_WAY = 2
 LARGEST_BATCH = 1_000
 
 
-class Combiner:
-    """For one event loop. `send` submits several tasks, all or none, and returns their ids in order."""
+class _Waiting(NamedTuple):
+    task: NewTask
+    future: asyncio.Future[TaskId]
+    since: float  # monotonic
 
-    def __init__(self, send: Callable[[Sequence[NewTask]], Awaitable[list[TaskId]]]) -> None:
+
+class Combiner:
+    """For one event loop. `send` submits several tasks, all or none, and returns their ids in order. It is told since
+    when they have waited: what a task has waited here is part of its call's time.
+    """
+
+    def __init__(self, send: Callable[[Sequence[NewTask], float], Awaitable[list[TaskId]]]) -> None:
         self._send = send
         self._under_way = 0
-        self._waiting: list[tuple[NewTask, asyncio.Future[TaskId]]] = []
+        self._waiting: list[_Waiting] = []
         self._batches: set[asyncio.Task[None]] = set()
 
     async def submit(self, task: NewTask) -> TaskId:
         if task.terms.idempotency_key is not None:
-            return (await self._send([task]))[0]
+            return (await self._send([task], time.monotonic()))[0]
         if self._under_way >= MOST_UNDER_WAY:
             future: asyncio.Future[TaskId] = asyncio.get_running_loop().create_future()
-            self._waiting.append((task, future))
+            self._waiting.append(_Waiting(task, future, time.monotonic()))
             return await future
         self._under_way += 1
         try:
-            return (await self._send([task]))[0]
+            return (await self._send([task], time.monotonic()))[0]
         finally:
             self._under_way -= 1
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        self._waiting = [each for each in self._waiting if not each[1].done()]  # nobody waits for it any more
+        self._waiting = [each for each in self._waiting if not each.future.done()]  # nobody waits for it any more
         if not self._waiting or self._under_way >= MOST_UNDER_WAY:
             return
         batch, self._waiting = self._waiting[:LARGEST_BATCH], self._waiting[LARGEST_BATCH:]
@@ -58,30 +67,30 @@ class Combiner:
         self._batches.add(sending)
         sending.add_done_callback(self._batches.discard)
 
-    async def _send_batch(self, batch: Sequence[tuple[NewTask, asyncio.Future[TaskId]]]) -> None:
+    async def _send_batch(self, batch: Sequence[_Waiting]) -> None:
         try:
             await self._settle(batch)
         finally:
             self._under_way -= 1
-            for _, future in batch:
-                future.cancel()  # those that have no answer: the loop is being closed
+            for each in batch:
+                each.future.cancel()  # those that have no answer: the loop is being closed
             self._send_waiting()
 
-    async def _settle(self, batch: Sequence[tuple[NewTask, asyncio.Future[TaskId]]]) -> None:
+    async def _settle(self, batch: Sequence[_Waiting]) -> None:
         """An error of one is told to that one: then each goes alone."""
         try:
-            ids = await self._send([task for task, _ in batch])
+            ids = await self._send([each.task for each in batch], batch[0].since)
         except TasklibError as error:
             if len(batch) == 1 or isinstance(error, DatabaseUnavailable):
-                for _, future in batch:
-                    _tell(future, error)
+                for each in batch:
+                    _tell(each.future, error)
                 return
             for each in batch:
                 await self._settle([each])
             return
-        for (_, future), task_id in zip(batch, ids, strict=True):
-            if not future.done():
-                future.set_result(task_id)
+        for each, task_id in zip(batch, ids, strict=True):
+            if not each.future.done():
+                each.future.set_result(task_id)
 
 
 def _tell(future: asyncio.Future[TaskId], error: TasklibError) -> None:

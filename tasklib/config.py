@@ -13,14 +13,14 @@ from pydantic.dataclasses import dataclass
 
 from tasklib.errors import InvalidConfig
 from tasklib.names import check_schema
+from tasklib.ranges import DAY_SECONDS, LONGEST_TEXT, YEAR_SECONDS, Range, plain
 from tasklib.retry import MAX_DELAY_SECONDS, MAX_MULTIPLIER
 from tasklib.strict_json import LARGEST_ARGUMENT_BYTES, MAX_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Address = Annotated[str, Field(max_length=LONGEST_TEXT)]
 _SQLALCHEMY_DRIVER = re.compile(r"^(postgres(?:ql)?)\+\w+(?=://)")
 
 
@@ -28,26 +28,26 @@ _SQLALCHEMY_DRIVER = re.compile(r"^(postgres(?:ql)?)\+\w+(?=://)")
 class Config:
     """Immutable settings. `database_url` is a libpq URL or `key=value` string; "" means libpq's PG* variables."""
 
-    database_url: str = field(repr=False)  # it may hold a password
-    max_retries: Annotated[int, Field(ge=0)] = 3
-    base_retry_delay_seconds: Annotated[float, Field(ge=0, le=MAX_DELAY_SECONDS)] = 5.0
-    retry_backoff_multiplier: Annotated[float, Field(ge=1, le=MAX_MULTIPLIER)] = 2.0
-    lock_timeout_seconds: Annotated[int, Field(gt=0)] = 600
-    default_task_timeout_seconds: _Seconds | None = None
-    worker_id: str | None = None
+    database_url: _Address = field(repr=False)  # it may hold a password
+    max_retries: Annotated[int, Range(0, 1_000_000)] = 3
+    base_retry_delay_seconds: Annotated[float, Range(0, MAX_DELAY_SECONDS)] = 5.0
+    retry_backoff_multiplier: Annotated[float, Range(1, MAX_MULTIPLIER)] = 2.0
+    lock_timeout_seconds: Annotated[int, Range(1, 30 * DAY_SECONDS)] = 600
+    default_task_timeout_seconds: Annotated[float, Range(0.01, YEAR_SECONDS)] | None = None
+    worker_id: Annotated[str, Field(max_length=200)] | None = None
 
-    listen_database_url: str | None = field(default=None, repr=False)  # where LISTEN works, if not at database_url
-    schema: str = "tasklib"
+    listen_database_url: _Address | None = field(default=None, repr=False)  # where LISTEN works, if not at database_url
+    schema: Annotated[str, Field(max_length=63)] = "tasklib"
     auto_migrate: bool = False
-    pool_size: Annotated[int, Field(ge=1)] = 10
-    database_timeout_seconds: _Seconds = 30.0
-    max_argument_bytes: Annotated[int, Field(gt=0, le=LARGEST_ARGUMENT_BYTES)] = MAX_ARGUMENT_BYTES
+    pool_size: Annotated[int, Range(1, 1000)] = 10
+    database_timeout_seconds: Annotated[float, Range(0.1, 3600)] = 30.0
+    max_argument_bytes: Annotated[int, Range(1, LARGEST_ARGUMENT_BYTES)] = MAX_ARGUMENT_BYTES
 
-    retry_jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
-    max_retry_delay_seconds: Annotated[float, Field(ge=0, le=MAX_DELAY_SECONDS)] = 86400.0
-    lease_seconds: Annotated[float, Field(ge=0.3, le=3600)] = 15.0
-    timeout_delta_seconds: _Delay = 10.0
-    bury_after: Annotated[int, Field(ge=1)] = 3
+    retry_jitter: Annotated[float, Range(0, 1)] = 0.0
+    max_retry_delay_seconds: Annotated[float, Range(0, MAX_DELAY_SECONDS)] = 86400.0
+    lease_seconds: Annotated[float, Range(0.3, 3600)] = 15.0
+    timeout_delta_seconds: Annotated[float, Range(0, DAY_SECONDS)] = 10.0
+    bury_after: Annotated[int, Range(1, 1000)] = 3
 
     @model_validator(mode="wrap")
     @classmethod
@@ -55,7 +55,9 @@ class Config:
         try:
             return validate(given)
         except ValidationError as error:
-            lines = [f"Config.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
+            lines = [
+                f"Config.{'.'.join(map(str, e['loc']))}: {plain(e['msg'])}" for e in error.errors(include_input=False)
+            ]
             raise InvalidConfig("; ".join(lines)) from None
 
     def __post_init__(self) -> None:

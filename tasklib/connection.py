@@ -4,21 +4,21 @@ commit for a certain one, and speaks of its failures in our errors.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
 import math
 import re
+import threading
 import time
 from collections import deque
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Self, TypeVar, cast
 
 import psycopg
-from psycopg import conninfo, errors, generators, sql
+from psycopg import capabilities, conninfo, errors, generators, sql, waiting
 from psycopg.adapt import PyFormat, Transformer
-from psycopg.pq import ExecStatus, Format
+from psycopg.pq import ExecStatus, Format, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from psycopg.abc import PQGen
-    from psycopg.pq.abc import PGresult
+    from psycopg.pq.abc import PGconn, PGresult
 
     from tasklib.config import Config
     from tasklib.statements import Row, Statement
@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RV = TypeVar("RV")
 CANCEL_SECONDS = 2.0
+HEAD_START_SECONDS = 0.2  # for the request to cancel, before the connection is closed
 GREETING_SECONDS = 10.0
+LOOK_SECONDS = 0.1  # how often who waits looks whether the time is up
+CONNECT_SECONDS = (2, 10)  # the least that libpq accepts, and the most that we wait for one host
 
 _UNESCAPED_AT = re.compile(r"\w+://[^/?#]*@[^/?#]*@")
 
@@ -55,7 +58,6 @@ _UNESCAPED_AT = re.compile(r"\w+://[^/?#]*@[^/?#]*@")
 # What the user's URL says comes first.
 _CONNECTION_DEFAULTS = {
     "application_name": "tasklib",
-    "connect_timeout": "10",
     "keepalives_idle": "15",
     "keepalives_interval": "5",
     "keepalives_count": "3",
@@ -64,17 +66,17 @@ _CONNECTION_DEFAULTS = {
 
 
 def connection_string(config: Config) -> str:
-    return _conninfo("database_url", config.database_url)
+    return _conninfo("database_url", config.database_url, config)
 
 
 def listen_connection_string(config: Config) -> str:
     """For what must LISTEN: a direct address, where there is one."""
     if config.listen_database_url is None:
         return connection_string(config)
-    return _conninfo("listen_database_url", config.listen_database_url)
+    return _conninfo("listen_database_url", config.listen_database_url, config)
 
 
-def _conninfo(field: str, url: str) -> str:
+def _conninfo(field: str, url: str, config: Config) -> str:
     if _UNESCAPED_AT.match(url):
         # libpq would take the rest of the password for the host, and say so in its error.
         raise InvalidConfig(f'{field} has two "@": write the one in the password as %40')
@@ -85,7 +87,14 @@ def _conninfo(field: str, url: str) -> str:
         raise InvalidConfig(
             f"{field} cannot be read: write postgresql://user:password@host:port/database or libpq's key=value form"
         ) from None
-    return conninfo.make_conninfo("", **{**_CONNECTION_DEFAULTS, **given, "client_encoding": "utf8"})
+    defaults = _CONNECTION_DEFAULTS | {"connect_timeout": _connect_timeout(config)}
+    return conninfo.make_conninfo("", **{**defaults, **given, "client_encoding": "utf8"})
+
+
+def _connect_timeout(config: Config) -> str:
+    """No longer than a call waits: a host that does not answer would keep the next calls from trying another time."""
+    least, most = CONNECT_SECONDS
+    return str(min(max(math.ceil(config.database_timeout_seconds), least), most))
 
 
 def worker_connection_string(config: Config, role: str) -> str:
@@ -95,11 +104,20 @@ def worker_connection_string(config: Config, role: str) -> str:
     return conninfo.make_conninfo(dsn, application_name=f"{given['application_name']}:{role}")
 
 
+# Where a name without a schema is looked for in our own sessions. By default that includes `public`, where others may
+# make an operator that fits our columns better than PostgreSQL's own, and it would run with our rights. pg_temp is
+# named, as the last: unnamed, it would be the first.
+SEARCH_PATH: LiteralString = "pg_catalog, pg_temp"
+OWN_SETTINGS = {"search_path": SEARCH_PATH}
+
 # A worker's statements all go by an index. A plan that was made while the table was empty would read all of it, and be
 # kept until the first ANALYZE; these settings rule that out. Its guarded statements need no stricter isolation, in
 # which they might fail. Before PostgreSQL 18, a plan that they leave no choice is given an enormous cost, for which a
 # server with LLVM (Debian's is one) compiles it, every time: 0.2 to 1.1 s for what takes 2 ms.
-WORKER_SETTINGS = {
+# Left to itself, PostgreSQL plans the claim anew each time, since it takes that plan for a little cheaper: 0.8 ms of
+# the 1.4 that an empty claim took.
+WORKER_SETTINGS = OWN_SETTINGS | {
+    "plan_cache_mode": "force_generic_plan",
     "jit": "off",
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
@@ -109,8 +127,14 @@ WORKER_SETTINGS = {
 }
 
 
-# Shutdown by an administrator, in a crash, while starting; the database dropped; idle sessions and transactions ended.
-_CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04"})
+# Shutdown by an administrator, in a crash, while starting; the database dropped; idle sessions and transactions ended;
+# too many connections, which a pooler may say in the middle of a session.
+_CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P03", "25P04", "53300"})
+
+
+# Read-only; no privilege (the session's role is another); cancelled by a time limit; a plan with other types, or with
+# what does not exist any more; a schema, table, function or type that is not to be seen.
+_SESSION_STATES = frozenset({"25006", "42501", "57014", "0A000", "XX000", "3F000", "42P01", "42883", "42704"})
 
 
 class DeadlinePassed(psycopg.OperationalError):
@@ -134,42 +158,92 @@ class Prepared(NamedTuple):
         return b"tasklib_%d" % self.number
 
 
-class BoundedConnection(psycopg.Connection[Any]):
-    """Psycopg's sync connection has no time limit on the client's side; this one has: `deadline`, in monotonic time."""
+class _WithDeadline:
+    """Psycopg's connections have no time limit on the client's side; ours have: `deadline`, in monotonic time."""
 
+    pgconn: PGconn
     deadline = math.inf
+    opened_at = -math.inf  # monotonic, and from before it was: a session's settings are read while it is made
     doubt: str | None = None
     is_pooled: bool = False  # before the server is a pooler: the next transaction may be another server connection's
     prepared: Prepared | None = None
 
-    def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
-        return super().wait(self._until_deadline(gen), *args, **kwargs)
-
-    def _until_deadline(self, gen: Generator[Any, Any, RV]) -> Generator[Any, Any, RV]:
-        try:
-            wanted = next(gen)
-            while True:
-                # psycopg comes back here ten times a second, also when nothing has happened.
-                ready = yield wanted
-                if time.monotonic() > self.deadline:
-                    self.abandon()
-                    raise DeadlinePassed("no answer from PostgreSQL in time")
-                wanted = gen.send(ready)
-        except StopIteration as stop:
-            return cast("RV", stop.value)
+    def _look_at_deadline(self) -> None:
+        if time.monotonic() > self.deadline:
+            self.abandon()
+            raise DeadlinePassed("no answer from PostgreSQL in time")
 
     def abandon(self) -> None:
-        """Ask the server to stop, or its backend would go on for nobody; then close: an answer may still come."""
+        """Ask the server to stop, or its backend would go on for nobody; then close: an answer may still come. The
+        caller does not wait until a server that cannot be reached is asked. But a pooler forgets who was cancelled once
+        the connection is closed: where asking takes no time, it comes first.
+        """
         self.deadline = math.inf
-        with contextlib.suppress(psycopg.Error):
-            self.cancel_safe(timeout=CANCEL_SECONDS)
+        with contextlib.suppress(psycopg.Error, RuntimeError):  # closed already; no thread starts while Python ends
+            request = _cancel_request(self.pgconn)
+            asking = threading.Thread(target=_ask, args=[request], name="tasklib-cancel", daemon=True)
+            asking.start()
+            asking.join(HEAD_START_SECONDS)
         self.pgconn.finish()
 
 
-class WatchedConnection(psycopg.AsyncConnection[Any]):
-    doubt: str | None = None
-    is_pooled: bool = False
-    prepared: Prepared | None = None
+def _ask(request: Callable[[], None]) -> None:
+    with contextlib.suppress(psycopg.Error):  # a server that cannot be reached finds out by itself
+        request()
+
+
+def _cancel_request(pgconn: PGconn) -> Callable[[], None]:
+    """Does not need the connection any more when it is called."""
+    if not capabilities.has_cancel_safe():
+        return pgconn.get_cancel().cancel
+    request = pgconn.cancel_conn()
+    give_up_at = time.monotonic() + CANCEL_SECONDS
+
+    def look() -> None:
+        if time.monotonic() > give_up_at:
+            raise DeadlinePassed("PostgreSQL cannot be asked to stop")
+
+    def ask() -> None:
+        request.start()
+        waiting.wait_conn(with_looks(generators.cancel(request), look), interval=LOOK_SECONDS)
+
+    return ask
+
+
+def with_looks(gen: Generator[Any, Any, RV], look: Callable[[], None]) -> Generator[Any, Any, RV]:
+    """A generator of psycopg's comes back here ten times a second, also when nothing has happened."""
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            look()
+            wanted = gen.send(ready)
+    except StopIteration as stop:
+        return cast("RV", stop.value)
+
+
+class BoundedConnection(_WithDeadline, psycopg.Connection[Any]):
+    @classmethod
+    def connect(cls, *args: Any, **kwargs: Any) -> Self:
+        opened_at = time.monotonic()
+        conn = super().connect(*args, **kwargs)
+        conn.opened_at = opened_at
+        return conn
+
+    def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
+        return super().wait(with_looks(gen, self._look_at_deadline), *args, **kwargs)
+
+
+class WatchedConnection(_WithDeadline, psycopg.AsyncConnection[Any]):
+    @classmethod
+    async def connect(cls, *args: Any, **kwargs: Any) -> Self:
+        opened_at = time.monotonic()
+        conn = await super().connect(*args, **kwargs)
+        conn.opened_at = opened_at
+        return conn
+
+    async def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
+        return await super().wait(with_looks(gen, self._look_at_deadline), *args, **kwargs)
 
 
 def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
@@ -186,26 +260,27 @@ def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
     conn.add_notice_handler(notice)
 
 
-def meet(conn: BoundedConnection, settings: Mapping[str, str] | None = None) -> None:
+def meet(conn: BoundedConnection, settings: Mapping[str, str] = OWN_SETTINGS) -> None:
     """Prepare a new connection, and find out whether a pooler is in between. The settings are for the whole session,
     and only if it is ours alone.
     """
     prepare_connection(conn)
     deadline = conn.deadline
     conn.deadline = min(deadline, time.monotonic() + GREETING_SECONDS)
-    _note_pooler(conn, conn.execute(*_greeting(conn, settings or {})).fetchone())
+    _note_pooler(conn, conn.execute(*_greeting(conn, settings)).fetchone())
     if not conn.autocommit:
         conn.rollback()
     conn.deadline = deadline
 
 
-async def meet_async(conn: WatchedConnection) -> None:
+async def meet_async(conn: WatchedConnection, settings: Mapping[str, str] = OWN_SETTINGS) -> None:
     prepare_connection(conn)
-    async with asyncio.timeout(GREETING_SECONDS):
-        cursor = await conn.execute(*_greeting(conn, {}))
-        _note_pooler(conn, await cursor.fetchone())
-        if not conn.autocommit:
-            await conn.rollback()
+    conn.deadline = time.monotonic() + GREETING_SECONDS
+    cursor = await conn.execute(*_greeting(conn, settings))
+    _note_pooler(conn, await cursor.fetchone())
+    if not conn.autocommit:
+        await conn.rollback()
+    conn.deadline = math.inf
 
 
 def _greeting(
@@ -213,12 +288,23 @@ def _greeting(
 ) -> tuple[sql.Composed, list[int]]:
     """Asks who answers. A session that is ours alone gets its settings in the same round trip; one behind a pooler must
     not, for the next client would inherit them. `options` at the start would do as well, but PgBouncer refuses them.
+    Every name has its schema: until now the search_path is somebody else's.
     """
+    is_direct = sql.SQL("pg_catalog.pg_backend_pid() operator(pg_catalog.=) %s")
     given = sql.SQL("").join(
-        sql.SQL(", case when pg_backend_pid() = %s then set_config({}, {}, false) end").format(name, value)
+        sql.SQL(", case when {} then pg_catalog.set_config({}, {}, false) end").format(is_direct, name, value)
         for name, value in settings.items()
     )
-    return sql.SQL("select pg_backend_pid()") + given, [conn.info.backend_pid] * len(settings)
+    return sql.SQL("select pg_catalog.pg_backend_pid()") + given, [conn.info.backend_pid] * len(settings)
+
+
+def set_local(settings: Mapping[str, str]) -> sql.Composed:
+    """For one transaction: behind a pooler no more than that is ours."""
+    given = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(name, value) for name, value in settings.items()]
+    return sql.SQL("select ") + sql.SQL(", ").join(given)
+
+
+_OWN_SETTINGS_FOR_ONCE = set_local(OWN_SETTINGS).as_bytes()
 
 
 def _note_pooler(conn: BoundedConnection | WatchedConnection, greeted: Sequence[Any] | None) -> None:
@@ -249,13 +335,21 @@ async def send_async(conn: psycopg.AsyncConnection[Any], statements: Sequence[St
 
 def send_alone(conn: BoundedConnection, statement: Statement[T]) -> T:
     """One statement, on a connection of our own that nobody else uses meanwhile, and that is in no transaction."""
+    if _goes_with_settings(conn, statement):
+        return send_as_transaction(conn, _OWN_SETTINGS_FOR_ONCE, statement)
     return conn.wait(_by_hand(conn, statement)) if _goes_by_hand(conn, statement) else send(conn, [statement])[0]
 
 
 async def send_alone_async(conn: WatchedConnection, statement: Statement[T]) -> T:
+    if _goes_with_settings(conn, statement):
+        return await _send_as_transaction_async(conn, _OWN_SETTINGS_FOR_ONCE, statement)
     if _goes_by_hand(conn, statement):
         return await conn.wait(_by_hand(conn, statement))
     return (await send_async(conn, [statement]))[0]
+
+
+def _goes_with_settings(conn: BoundedConnection | WatchedConnection, statement: Statement[Any]) -> bool:
+    return conn.is_pooled and not statement.is_qualified
 
 
 def _goes_by_hand(conn: BoundedConnection | WatchedConnection, statement: Statement[Any]) -> bool:
@@ -295,10 +389,31 @@ def _prepare(conn: BoundedConnection | WatchedConnection, text: str) -> PQGen[No
 
 def send_as_transaction(conn: BoundedConnection, settings: bytes, statement: Statement[T]) -> T:
     """One statement and its settings, on a connection that is ours until it has committed: all in one round trip."""
-    return conn.wait(_as_transaction(conn, settings, statement))
+    try:
+        return conn.wait(_as_transaction(conn, settings, statement))
+    except psycopg.Error:
+        with contextlib.suppress(psycopg.Error):  # the error before it says more
+            conn.rollback()
+        _close_unless_idle(conn)
+        raise
 
 
-def _as_transaction(conn: BoundedConnection, settings: bytes, statement: Statement[T]) -> PQGen[T]:
+async def _send_as_transaction_async(conn: WatchedConnection, settings: bytes, statement: Statement[T]) -> T:
+    try:
+        return await conn.wait(_as_transaction(conn, settings, statement))
+    except psycopg.Error:
+        with contextlib.suppress(psycopg.Error):
+            await conn.rollback()
+        _close_unless_idle(conn)
+        raise
+
+
+def _close_unless_idle(conn: BoundedConnection | WatchedConnection) -> None:
+    if conn.info.transaction_status != TransactionStatus.IDLE:
+        conn.pgconn.finish()
+
+
+def _as_transaction(conn: BoundedConnection | WatchedConnection, settings: bytes, statement: Statement[T]) -> PQGen[T]:
     """Not by psycopg's own pipeline, which ends with a Flush after the Sync. If that comes a moment later, PgBouncer
     1.18 takes it for the begin of the next transaction, and keeps a server connection for who says nothing more.
     """
@@ -389,14 +504,26 @@ def _is_end(sqlstate: str) -> bool:
     return sqlstate in _CONNECTION_ENDED or sqlstate.startswith("08")
 
 
+def may_be_the_session(error: psycopg.Error) -> bool:
+    """Perhaps only this session is refused: another one may work. Settings of a role or a database are read when a
+    session begins, and kept; a session with what was a standby then stays with it; plans name what was dropped since.
+    """
+    return error.sqlstate in _SESSION_STATES
+
+
 def is_passing_conflict(error: psycopg.Error) -> bool:
     return isinstance(error, errors.SerializationFailure | errors.DeadlockDetected)
 
 
 def is_about_rows(error: psycopg.Error) -> bool:
-    """A value or a row was refused, by PostgreSQL or by somebody's trigger: without it, the statement would pass."""
-    refusals = (psycopg.DataError, psycopg.IntegrityError, errors.RaiseException, errors.ProgramLimitExceeded)
-    return isinstance(error, refusals)
+    """A value or a row was refused, by PostgreSQL or by somebody's trigger: without it, the statement would pass. A
+    code that PostgreSQL does not have is a trigger's own.
+    """
+    refusals = (
+        psycopg.DataError, psycopg.IntegrityError, errors.RaiseException, errors.ProgramLimitExceeded,
+        errors.DataCorrupted,
+    )  # fmt: skip
+    return isinstance(error, refusals) or (type(error) is psycopg.DatabaseError and error.sqlstate is not None)
 
 
 def translate(error: psycopg.Error) -> TasklibError:
@@ -427,7 +554,7 @@ def refusal(sqlstate: str, message: str, hint: str | None = None) -> TasklibErro
 def _refusal_by_the_server(sqlstate: str, message: str) -> TasklibError:
     if sqlstate == _NO_PRIVILEGE:
         return DatabaseError(f"the role of this connection may not do this: {message}", sqlstate=sqlstate)
-    if _is_end(sqlstate) or sqlstate == _TOO_MANY_CONNECTIONS:
+    if _is_end(sqlstate):
         return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
     return DatabaseError(message, sqlstate=sqlstate)
 
@@ -435,4 +562,3 @@ def _refusal_by_the_server(sqlstate: str, message: str) -> TasklibError:
 _VALUE_REFUSED = frozenset({"23502", "23514"})  # not null, check
 _SCHEMA_MISSING = frozenset({"3F000", "42P01", "42883"})  # schema, table, function
 _NO_PRIVILEGE = "42501"
-_TOO_MANY_CONNECTIONS = "53300"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 500
 logger = logging.getLogger("tasklib")
+task_logger = logging.getLogger("tasklib.tasks")  # the line at the end of each attempt: apart, since there may be many
 
 
 def _render(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
@@ -47,6 +48,12 @@ class _Calm(structlog.stdlib.BoundLogger):
                 traceback.print_exc(file=sys.stderr)
 
 
-log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-    logger, processors=[structlog.stdlib.filter_by_level, _render], wrapper_class=_Calm
-)
+def _wrapped(wrapped: logging.Logger) -> structlog.stdlib.BoundLogger:
+    made: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        wrapped, processors=[structlog.stdlib.filter_by_level, _render], wrapper_class=_Calm
+    )
+    return made
+
+
+log = _wrapped(logger)
+task_log = _wrapped(task_logger)

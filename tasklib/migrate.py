@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, LiteralString, cast
 import psycopg
 
 from tasklib.config import Config
-from tasklib.connection import BoundedConnection, connection_string, translate
+from tasklib.connection import SEARCH_PATH, BoundedConnection, connection_string, translate
 from tasklib.errors import (
     InvalidConfig,
     SchemaBusy,
@@ -43,7 +43,10 @@ TABLE_WAIT = "5s"  # for a table's lock: everyone who comes after the waiting mi
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
 # order: of two versions in a rollout, each would take the other's functions for outdated.
-FUNCTIONS_REVISION = 13
+FUNCTIONS_REVISION = 14
+# What the schema's own expressions mean is settled when they are made: a name in them must not be found in `public`.
+# For the transaction alone: a pooler may be in between.
+_OWN_PATH: LiteralString = f"set local search_path = {SEARCH_PATH}"
 _FILE_NAME = re.compile(r"(\d{4})_(\w+)\.(pre|post)")
 
 
@@ -173,6 +176,7 @@ def _preparation(schema: str) -> list[LiteralString]:
     """Whatever the role's and the database's settings: after the lock, what others have committed is seen."""
     return [
         "set transaction isolation level read committed",
+        _OWN_PATH,
         "set local statement_timeout = 0",
         _with_literals("set_lock_timeout", schema, LOCK_WAIT),
         queries("schema_migrations", schema)["lock"],
@@ -207,7 +211,10 @@ def script(config: Config, difference: Difference | None = None, *, phase: Phase
 
 def describe(conn: psycopg.Connection, schema: str) -> str:
     """The schema as it is in the catalogue, the same on every PostgreSQL version: for comparing."""
-    return "\n".join(row[0] for row in conn.execute(_with_literals("describe", schema, schema))) + "\n"
+    with conn.transaction():
+        conn.execute(_OWN_PATH)
+        lines = conn.execute(_with_literals("describe", schema, schema)).fetchall()
+    return "\n".join(line for (line,) in lines) + "\n"
 
 
 def _migration_steps(migration: Migration, schema: str) -> list[LiteralString]:

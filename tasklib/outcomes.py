@@ -121,11 +121,21 @@ class Interrupted:
 
     began: bool
     ran: bool = True
+    reason: str = "its worker stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
     """Its `expires_at` passed while it waited in a worker's buffer."""
+
+
+OWN_PROCESS = "its process"  # how the reason begins, where a worker tells of the death of an isolated task
+SERVER_DIED = "the fork server died under it"
+
+
+def is_told_by_worker(failed_reason: str | None) -> bool:
+    """Whether a worker wrote this of a task that it had survived. All other crashes are written by somebody else."""
+    return failed_reason is not None and (failed_reason.startswith(f"{OWN_PROCESS} ") or failed_reason == SERVER_DIED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,7 @@ class Crashed:
     reason: str
     worker_is_alive: bool = False
     alone: bool = False  # it has begun, and nothing else can be guilty
+    is_isolated: bool = False  # and it always runs in a process of its own: it needs no empty worker
 
 
 Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
@@ -220,8 +231,8 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
             return Settlement(State.PENDING, "SNOOZED", due_at=due_at, scheduled_at=due_at)
         case Cancelled(problem, began):
             return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
-        case Interrupted(began, ran):
-            return _interrupted(task, began=began, ran=ran)
+        case Interrupted():
+            return _interrupted(task, outcome)
         case Expired():
             text = f"Expired: not started before {task.expires_at}"
             return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
@@ -261,10 +272,11 @@ def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
     return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
 
 
-def _interrupted(task: HeldTask, *, began: bool, ran: bool) -> Settlement:
+def _interrupted(task: HeldTask, interruption: Interrupted) -> Settlement:
     """At no cost; but what must not run twice does not, once it has begun."""
-    if began and ran and task.on_crash == "fail":
-        problem = Problem("INTERRUPTED", "its worker stopped", "Interrupted: its worker stopped")
+    began, reason = interruption.began, interruption.reason
+    if began and interruption.ran and task.on_crash == "fail":
+        problem = Problem("INTERRUPTED", reason, f"Interrupted: {reason}")
         return Settlement(State.FAILED, "INTERRUPTED", problem=problem)
     return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
 
@@ -273,7 +285,8 @@ def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Set
     """Who is guilty? What was executing is a suspect, and runs alone the next time; only a death while alone, or being
     held past its time, is a strike. What may never have begun is not an attempt. It becomes a suspect at the second
     death: a worker holds hundreds of tasks that it has not begun, and to run all of them alone would take longer than
-    the crash. What died alone, in a process of its own, is guilty, and needs no empty worker the next time.
+    the crash. What died alone, in a process of its own, is guilty; if it always has one, it needs no empty worker the
+    next time.
 
     A task with on_crash="fail" is marked as running before its first line: if it is not, it had not begun.
     """
@@ -288,7 +301,7 @@ def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Set
         failed_reason=reason,
         is_crash=True,
         is_strike=is_strike,
-        suspect=not crash.alone and (began or task.suspect or task.crash_count > 0),
+        suspect=not crash.is_isolated and (began or task.suspect or task.crash_count > 0),
     )
     if task.on_crash == "fail":
         return settlement._replace(state=State.FAILED)
@@ -299,11 +312,13 @@ def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Set
 
 
 def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
-    """Past its timeout and the delta that allows for everything around it."""
+    """Past its timeout and the delta that allows for everything around it. In seconds: a moment so much later might lie
+    beyond the calendar.
+    """
     if task.timeout_seconds is None:
         return False
     since = task.started_at if task.state == State.RUNNING and task.started_at else task.claimed_at
-    return now > since + timedelta(seconds=task.timeout_seconds + rules.timeout_delta_seconds)
+    return (now - since).total_seconds() > task.timeout_seconds + rules.timeout_delta_seconds
 
 
 def _chance(task: HeldTask) -> float:

@@ -21,6 +21,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._functions: dict[str, TaskFunction[..., Any]] = {}
+        self.revision = 0  # grows with each function
 
     def add(self, function: TaskFunction[..., Any]) -> None:
         known = self._functions.get(function.name)
@@ -30,6 +31,7 @@ class Registry:
                 f'Rename one, or give it a name of its own with @task(name="...").'
             )
         self._functions[function.name] = function
+        self.revision += 1
 
     def get(self, name: str) -> TaskFunction[..., Any]:
         try:
@@ -42,11 +44,12 @@ class Registry:
         return name in self._functions
 
     def __iter__(self) -> Iterator[TaskFunction[..., Any]]:
-        return iter(self._functions.values())
+        return iter(list(self._functions.values()))  # others may register meanwhile
 
     def clear(self) -> None:
         """Forget all: for tests that define task functions of their own."""
         self._functions.clear()
+        self.revision += 1
 
 
 def discover(modules: Iterable[str]) -> None:

@@ -34,9 +34,12 @@ Row = tuple[Any, ...]
 
 BATCH_ROWS = 1_000
 MAX_LIST_LIMIT = 10_000
+LEAST_PATIENCE_SECONDS = 10.0  # with a worker that is not registered: it may be about to find that out
 # Columns of a claim's answer.
 _COUNTS, _EXPIRES_AT, _OF_THE_TASK = slice(2, 11), 11, slice(12, 19)
-_ID_TEXT, _OF_THE_CLAIM, _PLACE = 17, slice(19, None), slice(22, 24)
+_ID_TEXT, _OF_THE_CLAIM, _ANSWERED, _PLACE = 17, slice(19, 21), slice(21, 22), slice(22, 24)
+_WHEN_SHORT = slice(24, 28)  # of a claim from one queue
+_QUEUE, _REACHED = 24, 25  # of a claim from several
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Statement(Generic[T_co]):
     is_change: bool = True
     as_bytes: Callable[[], Sequence[bytes | None]] | None = None  # the parameters once more: see send_alone
     is_binary: bool = False  # these bytes are PostgreSQL's binary form, and not text
+    is_qualified: bool = False  # every name in it has its schema: it means the same on anybody's connection
 
 
 class ListFilters(TypedDict, total=False):
@@ -71,7 +75,9 @@ class Statements:
     def submit(self, task: NewTask) -> Statement[TaskId]:
         if task.parent_id is not None:
             batch = self._submit_batch([task])
-            return Statement(batch.sql, batch.parameters, lambda rows: batch.read(rows).get(task.id.int, task.id))
+            return Statement(
+                batch.sql, batch.parameters, lambda rows: batch.read(rows).get(task.id.int, task.id), is_qualified=True
+            )
         self._check_size(task)
         terms = task.terms
 
@@ -80,14 +86,16 @@ class Statements:
 
         if task.args == "{}" and terms.is_plain(self._defaults):
             parameters = (task.id, task.name, task.kwargs, terms.queue)
-            return Statement(self._sql["submit_plain"], parameters, read, as_bytes=lambda: _as_text(parameters))
+            return Statement(
+                self._sql["submit_plain"], parameters, read, as_bytes=lambda: _as_text(parameters), is_qualified=True
+            )
         all_parameters = (
             task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
-            terms.scheduled_at, terms.expires_at,
+            _iso(terms.scheduled_at), _iso(terms.expires_at),
             terms.value("max_retries", self._defaults), terms.value("timeout_seconds", self._defaults),
             terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
         )  # fmt: skip
-        return Statement(self._sql["submit"], all_parameters, read)
+        return Statement(self._sql["submit"], all_parameters, read, is_qualified=True)
 
     def submit_many(self, tasks: Iterable[NewTask]) -> list[Statement[dict[int, TaskId]]]:
         """One statement a batch, all in the order of the keys, so that two overlapping submits cannot deadlock. It
@@ -147,7 +155,7 @@ class Statements:
             existing = ((batch[ordinal - 1], found) for ordinal, found in rows)
             return {task.id.int: _read_id(task, found) for task, found in existing}
 
-        return Statement(self._sql["submit_many"], (tasks_json,), read)
+        return Statement(self._sql["submit_many"], (tasks_json,), read, is_qualified=True)
 
     def _check_size(self, task: NewTask) -> None:
         limit = self._config.max_argument_bytes
@@ -163,8 +171,8 @@ class ClaimedTask(NamedTuple):
     """A task as it comes out of a claim."""
 
     held: HeldTask
-    args: str  # JSON text: an argument that Python cannot read fails its own task, not the whole claim
-    kwargs: str
+    args: str | None  # JSON text: an argument that Python cannot read fails its own task, not the whole claim
+    kwargs: str | None  # None, as args: too large to come with the claim
     tags: str
     parent_id: UUID | None
     store_result: bool
@@ -187,26 +195,50 @@ class Claim(NamedTuple):
     answered_at: datetime  # by the database's clock
     reached: Place | None  # by the last of them
     is_short: bool
-    left_suspects: bool  # there were some, and who takes other tasks takes none
+    has_suspects: bool  # somebody should look for them
     due_seconds: float | None  # until the next one is due; None: none is known
-    other_queues: Sequence[str]  # in which tasks are ready
+    has_elsewhere: bool  # tasks are ready in queues that the worker does not look at by itself
 
     @classmethod
     def from_rows(cls, rows: list[Row], worker_id: str, queue: str) -> Claim:
-        claim_id, claimed, answered, _, _, is_short, left_suspects, due_seconds, other_queues = rows[0][_OF_THE_CLAIM]
-        tasks = []
-        if claim_id is not None:
-            rows.sort(key=_in_order)
-            claimed_at = datetime.fromtimestamp(claimed, UTC)
-            for row in rows:
-                held = (
-                    row[0], row[1], queue, State.CLAIMED, worker_id, *row[_COUNTS], claimed_at, None, row[_EXPIRES_AT],
-                    None,
-                )  # fmt: skip
-                tasks.append(ClaimedTask._make((HeldTask._make(held), *row[_OF_THE_TASK], claim_id)))
+        answered, is_short, has_suspects, due_seconds, has_elsewhere = *rows[0][_ANSWERED], *rows[0][_WHEN_SHORT]
+        tasks = _claimed_tasks(rows, worker_id, queue)
         answered_at = datetime.fromtimestamp(answered, UTC)
         reached = Place(*rows[-1][_PLACE]) if tasks else None
-        return cls(tasks, answered_at, reached, is_short, left_suspects, due_seconds, other_queues or ())
+        return cls(tasks, answered_at, reached, is_short, bool(has_suspects), due_seconds, bool(has_elsewhere))
+
+
+class MixedClaim(NamedTuple):
+    """What came of a claim from several queues."""
+
+    tasks: list[ClaimedTask]
+    answered_at: datetime | None  # by the database's clock; None: nothing came
+    reached: str | None  # the last queue that was looked at; None: there are no more behind it
+
+    @classmethod
+    def from_rows(cls, rows: list[Row], worker_id: str) -> MixedClaim:
+        if not rows:
+            return cls([], None, None)
+        answered_at = datetime.fromtimestamp(rows[0][_ANSWERED][0], UTC)
+        reached = rows[0][_REACHED] if len(rows[0]) > _REACHED else None
+        return cls(_claimed_tasks(rows, worker_id, None), answered_at, reached)
+
+
+def _claimed_tasks(rows: list[Row], worker_id: str, queue: str | None) -> list[ClaimedTask]:
+    """Sorts the rows, too. Without a queue, each row names its own."""
+    claim_id, claimed = rows[0][_OF_THE_CLAIM]
+    if claim_id is None:
+        return []
+    rows.sort(key=_in_order)
+    claimed_at = datetime.fromtimestamp(claimed, UTC)
+    tasks = []
+    for row in rows:
+        held = (
+            row[0], row[1], queue or row[_QUEUE], State.CLAIMED, worker_id, *row[_COUNTS], claimed_at, None,
+            row[_EXPIRES_AT], None,
+        )  # fmt: skip
+        tasks.append(ClaimedTask._make((HeldTask._make(held), *row[_OF_THE_TASK], claim_id)))
+    return tasks
 
 
 def _in_order(row: Row) -> tuple[int, float, str]:
@@ -233,29 +265,79 @@ class WorkerStatements:
         names: Sequence[str],
         limit: int,
         *,
-        suspects: bool,
         queues: Sequence[str] | None = None,
         floor: Place | None = None,
+        aside: Iterable[UUID] = (),
     ) -> Statement[Claim]:
-        """`queues` are all that the worker thinks of, if it takes from others too. `floor`: nothing that was submitted
-        before this moment, and nothing of a lower priority.
+        """No suspects. `queues` are all that the worker looks at by itself, if it serves others too. `floor`: nothing
+        that was submitted before this moment, and nothing of a lower priority. `aside`: not these, which PostgreSQL
+        refuses to change.
         """
         known = None if queues is None else list(queues)
         parameters = (
-            worker_id,
-            queue,
-            list(names),
-            suspects,
-            limit,
-            self._lock_seconds,
-            known,
-            *(floor or (None, None)),
-        )
+            worker_id, queue, list(names), limit, self._lock_seconds, known, *(floor or (None, None)), _texts(aside),
+        )  # fmt: skip
 
         def read(rows: list[Row]) -> Claim:
             return Claim.from_rows(rows, worker_id, queue)
 
         return Statement(self._tasks["claim"], parameters, read, as_bytes=lambda: _as_text(parameters))
+
+    def claim_each(
+        self,
+        worker_id: str,
+        after: str,
+        names: Sequence[str],
+        limit: int,
+        *,
+        share: int,
+        served: Sequence[str] | None,
+        apart_from: Sequence[str],
+        aside: Iterable[UUID] = (),
+    ) -> Statement[MixedClaim]:
+        """From the queues behind this one, at most `share` of each; `served`: only these queues."""
+        only = None if served is None else list(served)
+        parameters = (
+            worker_id, after, list(names), limit, share, self._lock_seconds, only, list(apart_from), _texts(aside),
+        )  # fmt: skip
+
+        def read(rows: list[Row]) -> MixedClaim:
+            return MixedClaim.from_rows(rows, worker_id)
+
+        return Statement(self._tasks["claim_each"], parameters, read, as_bytes=lambda: _as_text(parameters))
+
+    def claim_suspects(
+        self,
+        worker_id: str,
+        queues: Sequence[str] | None,
+        names: Sequence[str],
+        limit: int,
+        aside: Iterable[UUID] = (),
+    ) -> Statement[MixedClaim]:
+        """From these queues; None: from all. Without their arguments."""
+        served = None if queues is None else list(queues)
+        parameters = (worker_id, served, list(names), limit, self._lock_seconds, _texts(aside))
+
+        def read(rows: list[Row]) -> MixedClaim:
+            return MixedClaim.from_rows(rows, worker_id)
+
+        return Statement(self._tasks["claim_suspects"], parameters, read, as_bytes=lambda: _as_text(parameters))
+
+    def arguments(self, task: HeldTask) -> Statement[tuple[str, str] | None]:
+        """Those that did not come with the claim. None: the task is somebody else's by now."""
+        parameters = (task.worker_id, task.id, task.fencing_token)
+        return Statement(
+            self._tasks["arguments"], parameters, lambda rows: (rows[0][0], rows[0][1]) if rows else None,
+            is_change=False,
+        )  # fmt: skip
+
+    def head(
+        self, queues: Sequence[str] | None, names: Sequence[str], *, suspects: bool, aside: Iterable[UUID]
+    ) -> Statement[tuple[UUID, str] | None]:
+        """The task that a claim of one would take, and its name."""
+        served = None if queues is None else list(queues)
+        parameters = (served, list(names), suspects, list(aside))
+        return Statement(self._tasks["head"], parameters, lambda rows: (rows[0][0], rows[0][1]) if rows else None)
 
     def arm(self, queues: Sequence[str]) -> Statement[tuple[list[str], bool]]:
         """Which of them are held now, and whether nobody is about to commit."""
@@ -267,14 +349,17 @@ class WorkerStatements:
     def ready_queues(self) -> Statement[list[str]]:
         return Statement(self._tasks["ready_queues"], (), _read_column, is_change=False)
 
-    def start(self, worker_id: str, started: Sequence[tuple[UUID, int, datetime]]) -> Statement[list[UUID]]:
-        ids, tokens, times = zip(*started, strict=True)
-        return Statement(self._tasks["start"], (worker_id, list(ids), list(tokens), list(times)), _read_column)
+    def start(self, worker_id: str, started: Sequence[Started]) -> Statement[dict[UUID, bool]]:
+        """Whether it was marked as running, for each that is the worker's. One was not if somebody has locked it."""
+        ids, tokens, times, are_contained = zip(*started, strict=True)
+        parameters = (worker_id, list(ids), list(tokens), list(times), list(are_contained))
+        return Statement(self._tasks["start"], parameters, dict)
 
-    def note_progress(self, worker_id: str, said: Sequence[tuple[UUID, int, str]]) -> Statement[None]:
+    def note_progress(self, worker_id: str, said: Sequence[tuple[UUID, int, str]]) -> Statement[list[UUID]]:
+        """Those that need not be told again. A row that somebody has locked is not among them."""
         ids, tokens, progress = zip(*said, strict=True)
         parameters = (worker_id, list(ids), list(tokens), list(progress))
-        return Statement(self._tasks["note_progress"], parameters, lambda _: None)
+        return Statement(self._tasks["note_progress"], parameters, _read_column)
 
     def settle(self, worker_id: str, settled: Iterable[str], claim_ids: Iterable[int] = ()) -> Statement[list[UUID]]:
         """`settled` are JSON objects, one a task, as `settlement_json` writes them."""
@@ -307,17 +392,30 @@ class WorkerStatements:
         """Those of them whose rows nobody holds."""
         return Statement(self._tasks["unlocked"], (list(task_ids),), _read_column)
 
-    def release(self, worker_id: str, held: Sequence[tuple[UUID, int]], now: datetime) -> Statement[list[UUID]]:
-        """For claims whose answer never came: (task, token). Nothing of them had begun."""
-        same = {"seen": "claimed", "state": "pending", "began": False, "finished_at": now}
-        released = [to_json({"id": id_, "token": token, **same}).decode() for id_, token in held]
-        return self.settle(worker_id, released)
-
     def promote(self) -> Statement[Promotion]:
         return Statement(self._tasks["promote"], (), lambda rows: Promotion(*rows[0]))
 
+    def promotable(self, aside: Iterable[UUID]) -> Statement[list[UUID]]:
+        """Tasks whose time has come, but for those."""
+        return Statement(self._tasks["promotable"], (list(aside),), _read_column, is_change=False)
+
+    def promote_given(self, task_ids: Sequence[UUID]) -> Statement[int]:
+        return Statement(self._tasks["promote_given"], (list(task_ids),), lambda rows: _read_value(rows) or 0)
+
     def expire(self) -> Statement[int]:
         return Statement(self._tasks["expire"], (), _read_value)
+
+    def expirable(self, aside: Iterable[UUID]) -> Statement[list[UUID]]:
+        """Tasks that were not started in time, but for those."""
+        return Statement(self._tasks["expirable"], (list(aside),), _read_column, is_change=False)
+
+    def expire_given(self, task_ids: Sequence[UUID]) -> Statement[int]:
+        return Statement(self._tasks["expire_given"], (list(task_ids),), _read_value)
+
+    def has_lockable(self, queues: Sequence[str] | None, old_seconds: float) -> Statement[bool]:
+        """There is a task in them that could be claimed. None: in any queue."""
+        parameters = (None if queues is None else list(queues), old_seconds)
+        return Statement(self._tasks["has_lockable"], parameters, _read_value)
 
     def waiting_names(self, queues: Sequence[str], served: Sequence[str]) -> Statement[list[str]]:
         return Statement(self._tasks["waiting_names"], (list(queues), list(served)), _read_column, is_change=False)
@@ -343,8 +441,12 @@ class WorkerStatements:
         """None: never."""
         return Statement(self._workers["forget_dead"], (after_seconds,), lambda _: None)
 
-    def held(self, worker_id: str) -> Statement[list[Row]]:
-        return Statement(self._claims["held"], (worker_id,), list, is_change=False)
+    def held(self, worker_id: str) -> Statement[list[tuple[HeldTask, int]]]:
+        """Each with the id of its claim."""
+        return Statement(
+            self._claims["held"], (worker_id,), lambda rows: [(HeldTask(*row[:-1]), row[-1]) for row in rows],
+            is_change=False,
+        )  # fmt: skip
 
     def extend(self, worker_id: str, task_ids: Sequence[UUID]) -> Statement[list[UUID]]:
         return Statement(self._claims["extend"], (worker_id, list(task_ids), self._lock_seconds), _read_column)
@@ -353,7 +455,9 @@ class WorkerStatements:
         return Statement(self._claims["asked_to_stop"], (worker_id, list(task_ids)), _read_column, is_change=False)
 
     def abandoned(self, after: tuple[str, int]) -> Statement[list[Row]]:
-        return Statement(self._claims["abandoned"], after, list, is_change=False)
+        patience = max(self._lease_seconds, LEAST_PATIENCE_SECONDS)
+        parameters = (*after, patience, self._lock_seconds)
+        return Statement(self._claims["abandoned"], parameters, list, is_change=False)
 
     def abandoned_tasks(self, worker_id: str, claim_id: int) -> Statement[list[HeldTask]]:
         return Statement(
@@ -362,6 +466,15 @@ class WorkerStatements:
 
     def forget_claim(self, worker_id: str, claim_id: int) -> Statement[None]:
         return Statement(self._claims["forget"], (worker_id, claim_id), lambda _: None)
+
+
+class Started(NamedTuple):
+    """An execution that has begun, or is about to."""
+
+    id: UUID
+    token: int
+    started_at: datetime
+    is_contained: bool = False  # it has a process of its own
 
 
 class Completions(NamedTuple):
@@ -447,6 +560,14 @@ def _read_id(task: NewTask, found: Any) -> TaskId:
     """A submit that met its own row, after an unknown commit, has not met an earlier task."""
     earlier = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
     return task.id if earlier == task.id else TaskId(earlier, existed=True)
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()
+
+
+def _texts(ids: Iterable[UUID]) -> list[str]:
+    return [str(each) for each in ids]
 
 
 def _as_text(values: Iterable[object]) -> list[bytes | None]:

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import psycopg
 
-from tasklib.connection import BoundedConnection, is_connection_lost, meet, send, translate
+from tasklib.connection import BoundedConnection, is_connection_lost, meet, send_alone, translate
 from tasklib.errors import DatabaseUnavailable, TaskNotFound
 from tasklib.log import log
 
@@ -82,6 +82,7 @@ class _Room:
         self._tickets: dict[UUID, set[_Ticket]] = {}
         self._entered: dict[UUID, float] = {}  # and has not been seen in the table yet
         self._look_at_once: set[UUID] = set()
+        self._said: list[str] = []  # notifications that nobody has looked at yet
         self._thread: threading.Thread | None = None
         self._bell: socket.socket | None = None  # with the thread they come and go
         self._rope: socket.socket | None = None
@@ -199,24 +200,27 @@ class _Room:
         ours alone, it would never be given back.
         """
         self._is_heard = not conn.is_pooled
+        self._said = []
         if self._is_heard:
+            conn.add_notify_handler(lambda said: self._said.append(said.payload))
+            conn.execute("set enable_seqscan = off")  # a plan that was made for an empty table is kept for long
             conn.execute("listen task_done")
-            send(conn, [self._statements.say_that_somebody_waits()])
+            send_alone(conn, self._statements.say_that_somebody_waits())
         # What was being committed before the lock was held has told nobody: look again soon.
         self._pause, self._look_at = FIRST_LOOK_SECONDS, 0.0
 
     def _serve_once(self, conn: BoundedConnection, bell: socket.socket) -> None:
         conn.deadline = time.monotonic() + self._timeout_seconds
         self._look(conn)
-        pause = max(self._look_at - time.monotonic(), 0.0)
+        self._hear(conn)  # what came with the answer does not stir the connection any more
+        pause = 0.0 if self._look_at_once else max(self._look_at - time.monotonic(), 0.0)
         with selectors.DefaultSelector() as selector:
             selector.register(bell, selectors.EVENT_READ)
             selector.register(conn, selectors.EVENT_READ)
             stirred = {key.fileobj for key, _ in selector.select(pause)}
         if bell in stirred:
             bell.recv(65536)
-        if conn in stirred:
-            self._hear(conn)
+        self._hear(conn)
 
     def _may_end(self) -> bool:
         with self._lock:
@@ -229,7 +233,10 @@ class _Room:
             return True
 
     def _hear(self, conn: BoundedConnection) -> None:
-        done = {_as_uuid(notification.payload) for notification in conn.notifies(timeout=0)}
+        conn.pgconn.consume_input()
+        while (said := conn.pgconn.notifies()) is not None:
+            self._said.append(said.extra.decode())
+        done, self._said = {_as_uuid(payload) for payload in self._said}, []
         with self._lock:
             self._look_at_once |= done & self._tickets.keys()
 
@@ -242,7 +249,7 @@ class _Room:
             if is_round:
                 looked_at = set(self._tickets)
         if looked_at:
-            for task in send(conn, [self._statements.final(list(looked_at))])[0]:
+            for task in send_alone(conn, self._statements.final(list(looked_at))):
                 self._deliver(task.id, task)
         if is_round:
             self._look_for_missing(conn)
@@ -264,7 +271,7 @@ class _Room:
             overdue = [task_id for task_id, entered in self._entered.items() if entered < latest]
             for task_id in overdue:
                 del self._entered[task_id]
-        for task_id in send(conn, [self._statements.missing(overdue)])[0] if overdue else ():
+        for task_id in send_alone(conn, self._statements.missing(overdue)) if overdue else ():
             self._deliver(
                 task_id,
                 TaskNotFound(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from psycopg import sql
 
 import tasklib
 from tasklib import migrate
+from tasklib.embedded import ExternalPostgres
 from tasklib.registry import default_registry
 from tests.pooler import pgbouncer
 from tests.waiting import wait_until
@@ -43,6 +45,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Tests of outages hold hundreds of connections, and both ends of each: a plain user's usual limit is 1,024 descriptors.
+_most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+_files = 65_536 if _most_files == resource.RLIM_INFINITY else min(_most_files, 65_536)
+resource.setrlimit(resource.RLIMIT_NOFILE, (_files, _most_files))
+
+
 @pytest.fixture(scope="session")
 def suite_pooler(tasklib_postgres: EmbeddedPostgres) -> Iterator[Pooler | None]:
     """With TASKLIB_TEST_POOLER, the databases of the tests are reached by way of a PgBouncer in transaction mode."""
@@ -61,7 +69,9 @@ def direct(suite_pooler: Pooler | None) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def new_database(tasklib_postgres: EmbeddedPostgres, suite_pooler: Pooler | None) -> Iterator[NewDatabase]:
+def new_database(
+    tasklib_postgres: EmbeddedPostgres | ExternalPostgres, suite_pooler: Pooler | None
+) -> Iterator[NewDatabase]:
     """Makes an empty database and returns its URL."""
     made: list[str] = []
     with psycopg.connect(tasklib_postgres.dsn, autocommit=True) as conn:
@@ -73,8 +83,10 @@ def new_database(tasklib_postgres: EmbeddedPostgres, suite_pooler: Pooler | None
             return suite_pooler.pooled(url) if suite_pooler else url
 
         yield make
-        for name in made:
-            conn.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+        # Our own server goes with its databases. To drop one takes a checkpoint, which is a second on a busy disk.
+        if isinstance(tasklib_postgres, ExternalPostgres):
+            for name in made:
+                conn.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +158,12 @@ def open_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o755)
         yield Path(made)
+
+
+def pytest_collection_finish() -> None:
+    """Every worker of every test would start a fork server for it."""
+    isolated = [each.name for each in default_registry if each.task_options.isolation == "process"]
+    assert not isolated, f"these are registered by an import of the tests: {isolated}. Import them in a fixture."
 
 
 @pytest.fixture(autouse=True)

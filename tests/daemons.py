@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasklib_daemon import control
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,6 +71,10 @@ class Daemon:
     def processes(self) -> list[int]:
         """Everybody of its session: children and grandchildren, as long as they have no session of their own."""
         return [pid for pid in _pids() if _session(pid) == self.pid and pid != self.pid]
+
+    def fork_servers(self) -> list[int]:
+        """One for each worker: suspects and isolated tasks get their processes there."""
+        return [pid for pid in self.processes() if _command(pid) == "tasklibd-forks"]
 
     # --- its log ---
 
@@ -152,7 +156,7 @@ def daemon(
             )  # fmt: skip
         made = Daemon(popen, directory)
         if waits:
-            made.wait_for("daemon.ready")
+            made.wait_for("daemon.ready", seconds=START_SECONDS)
         yield made
     finally:
         if popen is not None:
@@ -185,6 +189,13 @@ def is_alive(pid: int) -> bool:
 
 def _pids() -> list[int]:
     return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def _session(pid: int) -> int | None:

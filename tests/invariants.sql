@@ -145,7 +145,8 @@ group by key
 having count(distinct id) > 1;
 
 
--- Given up only with the retries used up, or when told not to retry; by a crash only where the task asked for that.
+-- Given up only with the retries used up, or when told not to retry; by a crash, or because its worker stopped under it,
+-- only where the task asked for that.
 -- Expired only after its time, buried only with a strike. And the last attempt knew that it was the last.
 -- name: I21 given up only with a reason
 select task.id, task.state, task.error_code
@@ -158,8 +159,8 @@ where task.completed_at is not null
           or last.attempt is null
           or task.retry_count < task.max_retries
              and task.error_code not in ('FAILED', 'INVALID_ARGUMENTS', 'UNKNOWN_TASK', 'UNSTORABLE')
-             and not (task.on_crash = 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST'))
-          or task.on_crash = 'retry' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST')
+             and not (task.on_crash = 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED'))
+          or task.on_crash = 'retry' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED')
       when 'expired' then task.expires_at is null or task.completed_at < task.expires_at
       when 'buried' then task.strikes < 1
       when 'completed' then last.outcome is distinct from 'COMPLETED' or last.will_retry

@@ -19,7 +19,7 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.worker.witness import Witness
 from tasklib_daemon.crashes import CrashReport, Done, Executing
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -126,7 +126,7 @@ def worker_process(url: str, **options: Any) -> Iterator[Worker]:
     """Killed at the end, if it is not dead by then."""
     worker = Worker(url, **options)
     try:
-        wait_until(lambda: bool(worker.worker_id), "the worker to start")
+        wait_until(lambda: bool(worker.worker_id), "the worker to start", seconds=START_SECONDS)
         yield worker
     finally:
         worker.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ def served(
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(directory), "--uds", str(socket), app]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        wait_until(lambda: socket.exists() or process.poll() is not None, "uvicorn to listen")
+        wait_until(lambda: socket.exists() or process.poll() is not None, "uvicorn to listen", seconds=START_SECONDS)
         assert process.poll() is None, process.communicate()[0]
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://example") as client:
             yield process, client

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import psycopg
 
 
+# For a program to start, which on a busy machine takes many times as long. Nothing else would come to pass meanwhile.
+START_SECONDS = 90.0
+
+
 def wait_until(is_so: Callable[[], bool], what: str = "the condition", *, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():

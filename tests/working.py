@@ -15,9 +15,9 @@ from tasklib import TaskWorker
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Rules, decide
 from tasklib.sql import queries
-from tasklib.statements import Completions, WorkerDescription, WorkerStatements, settlement_json
+from tasklib.statements import Completions, Started, WorkerDescription, WorkerStatements, settlement_json
 from tasklib.worker.session import Session
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def running(config: tasklib.Config, **options: Any) -> Iterator[TaskWorker]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_until(lambda: bool(raised) or is_listening(worker), "the worker to start")
+        wait_until(lambda: bool(raised) or is_listening(worker), "the worker to start", seconds=START_SECONDS)
         yield worker
     finally:
         if not worker._stop_asked.is_set():  # a second time would end the grace
@@ -102,12 +102,19 @@ class ManualWorker:
                 self.statements.register(WorkerDescription(self.id, name, "host", 1, "MainProcess", None, [], 1))
             )
 
-    def claim(self, *names: str, queue: str = "default", limit: int = 10, suspects: bool = True) -> list[ClaimedTask]:
-        return self.session.run(self.statements.claim(self.id, queue, names, limit, suspects=suspects)).tasks
+    def claim(self, *names: str, queue: str = "default", limit: int = 10) -> list[ClaimedTask]:
+        """No suspects."""
+        return self.session.run(self.statements.claim(self.id, queue, list(names), limit)).tasks
 
-    def start(self, *claimed: ClaimedTask) -> list[UUID]:
-        started = [(each.held.id, each.held.fencing_token, datetime.now(UTC)) for each in claimed]
-        return self.session.run(self.statements.start(self.id, started))
+    def claim_suspects(self, *names: str, queues: list[str] | None = None, limit: int = 10) -> list[ClaimedTask]:
+        return self.session.run(self.statements.claim_suspects(self.id, queues, list(names), limit)).tasks
+
+    def start(self, *claimed: ClaimedTask, is_contained: bool = False) -> list[UUID]:
+        """Those that are marked as running now."""
+        now = datetime.now(UTC)
+        started = [Started(each.held.id, each.held.fencing_token, now, is_contained) for each in claimed]
+        marks = self.session.run(self.statements.start(self.id, started))
+        return [task_id for task_id, is_marked in marks.items() if is_marked]
 
     def finish(
         self,

@@ -67,24 +67,26 @@ class ControlServer:
 
     def requests(self) -> list[Request]:
         """What was asked since the last time. Each is to be answered."""
-        self.accept()
-        found = [request for each in self._connections if (request := each.read()) is not None]
-        now = time.monotonic()
         for each in self._connections:
             each.write()
+        self._let_go(time.monotonic())
+        self._accept()
+        return [request for each in self._connections if (request := each.read()) is not None]
+
+    def _let_go(self, now: float) -> None:
+        """Before others are accepted: one that was answered, or whose time is over, takes nobody's place."""
+        for each in self._connections:
             each.close_if_done(now)
         self._connections = [each for each in self._connections if not each.is_closed]
-        return found
 
-    def accept(self) -> None:
-        """Also part of `requests`."""
+    def _accept(self) -> None:
+        """Beyond the bound the oldest goes: silent ones keep no question out."""
         try:
             while True:
                 accepted, _ = self._socket.accept()
-                if len(self._connections) < MAX_CONNECTIONS:
-                    self._connections.append(_Connection(accepted, self._selector))
-                else:
-                    accepted.close()
+                if len(self._connections) >= MAX_CONNECTIONS:
+                    self._connections.pop(0).close()
+                self._connections.append(_Connection(accepted, self._selector))
         except BlockingIOError:
             self._watch_for_more()
         except OSError:  # no descriptor is free: to be woken for who waits would be to spin

@@ -20,9 +20,10 @@ import psycopg
 from psycopg import conninfo
 
 from tasklib.connection import connection_string, is_connection_lost
+from tasklib.duties.apart import first_line
 from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log
-from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide
+from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide, is_told_by_worker
 from tasklib.retry import Exponential
 from tasklib.states import State
 from tasklib.worker.tally import SECONDS, Tally, histogram
@@ -43,7 +44,8 @@ BACKENDS_SECONDS = 2.0  # how long they are waited for
 AFTER_FAILURE_SECONDS = 1.0
 MOST_FAILURES = 10  # then the reaper has to do it, when the lease has run out
 _LONGEST_APPLICATION_NAME = 63
-_OF_RECOVERERS = frozenset({"WORKER_FAILURE", "LEASE_LOST"})  # written, and counted, by a keeper or a reaper
+# Written, and counted, by a keeper or a reaper; by the worker itself only where an isolated task's own process died.
+_OF_RECOVERERS = frozenset({"WORKER_FAILURE", "LEASE_LOST"})
 
 
 class Executing(NamedTuple):
@@ -245,13 +247,12 @@ class Recoveries:
         """What one is refused does not keep the others; without a connection, all of them wait."""
         try:
             self._sweep(case)
-        except psycopg.Error as error:
-            if is_connection_lost(error):
+        except Exception as error:
+            if isinstance(error, psycopg.Error) and is_connection_lost(error):
                 raise
             case.failures += 1
             case.due = time.monotonic() + AFTER_FAILURE_SECONDS
-            worker_id = case.report.worker_id
-            log.error("recovery.failed", worker_id=worker_id, error=str(error).partition("\n")[0])
+            log.error("recovery.failed", worker_id=case.report.worker_id, error=first_line(error))
             if case.failures >= MOST_FAILURES:
                 self._cases.remove(case)
 
@@ -295,7 +296,8 @@ class Recoveries:
         held = self._session.run(self._statements.held(report.worker_id))
         if held:
             now = held[0][1]
-            decided = [case.verdict.of(task, now, _seconds_since(report)) for task, _ in held]
+            tasks, since_death = [task for task, _ in held], _seconds_since(report)
+            decided = self._settling.decide(tasks, lambda task: case.verdict.of(task, now, since_death))
             settled = self._settling.settle(report.worker_id, decided, now)
             case.counted |= {(task.id, task.fencing_token) for task, _ in held}
             self._tally.lost(settled, "worker_died")
@@ -315,8 +317,12 @@ class Recoveries:
         if not runs:
             return
         for each in self._session.run(self._statements.written([task_id for task_id, _ in runs], report.worker_id)):
-            if (each.task_id, each.token) in runs and each.outcome not in _OF_RECOVERERS:
-                self._tally.found(each.name, each.queue, each.outcome, seconds=each.seconds, will_retry=each.will_retry)
+            is_own = each.outcome not in _OF_RECOVERERS or is_told_by_worker(each.failed_reason)
+            if (each.task_id, each.token) in runs and is_own:
+                self._tally.found(
+                    each.name, each.queue, each.outcome, seconds=each.seconds, will_retry=each.will_retry,
+                    is_buried=each.is_buried,
+                )  # fmt: skip
         case.counted |= runs
 
     def _tell(self, case: _Case) -> None:

@@ -56,12 +56,11 @@ class Gauges:
         self._tell = tell
         self._most = MOST_COUNTED
         self._more_at = 0.0
-        self._has_told = False
         self._seen: dict[str, float] = {}  # queues, and when they last had something
 
     def run_once(self) -> float | None:
         if not self._is_elected():
-            self._leave_office()
+            self._session.close()
             return NOT_ELECTED_SECONDS
         began = time.monotonic()
         try:
@@ -75,16 +74,8 @@ class Gauges:
             raise
         took = time.monotonic() - began
         samples.append((metrics.GAUGES_DURATION.name, [], took))
-        self._has_told = True
         self._tell({"say": "gauges", "read_at": time.monotonic(), "samples": samples})
         return max(EVERY_SECONDS, REST * took)
-
-    def _leave_office(self) -> None:
-        """Another one tells them now."""
-        if self._has_told:
-            self._has_told = False
-            self._tell({"say": "gauges", "read_at": 0.0, "samples": []})
-        self._session.close()
 
     def _count_less(self) -> None:
         self._most = max(self._most // 10, LEAST_COUNTED)

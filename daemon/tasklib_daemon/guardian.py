@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import signal
-import struct
 import time
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,35 +21,36 @@ if TYPE_CHECKING:
 MOST_GROUPS = 4096
 SWEEP_SECONDS = 4.0  # a fork bomb may need more than one look
 PAUSE_SECONDS = 0.05
-_PID = struct.Struct("=i")
+_PID_BYTES = 4
 
 
 class Groups:
-    """The process groups of the children, in memory that the guardian sees too. Only the supervisor writes."""
+    """The process groups of the children, in memory that the guardian sees too. Only the supervisor writes, each pid by
+    one store: a supervisor that dies in the middle must not leave the half of a pid to be killed.
+    """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, MOST_GROUPS * _PID.size)
+        self._memory = mmap.mmap(-1, MOST_GROUPS * _PID_BYTES)
+        self._pids = memoryview(self._memory).cast("i")
         self._places: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
-        place = next((each for each in range(MOST_GROUPS) if not self._at(each)), None)
+        place = next((each for each in range(MOST_GROUPS) if not self._pids[each]), None)
         if place is not None:
             self._places[pid] = place
-            _PID.pack_into(self._memory, place * _PID.size, pid)
+            self._pids[place] = pid
 
     def remove(self, pid: int) -> None:
         place = self._places.pop(pid, None)
         if place is not None:
-            _PID.pack_into(self._memory, place * _PID.size, 0)
+            self._pids[place] = 0
 
     def all(self) -> list[int]:
-        return [pid for (pid,) in _PID.iter_unpack(self._memory[:]) if pid > 1]
+        return [pid for pid in self._pids if pid > 1]
 
     def close(self) -> None:
+        self._pids.release()
         self._memory.close()
-
-    def _at(self, place: int) -> int:
-        return int(_PID.unpack_from(self._memory, place * _PID.size)[0])
 
 
 class Guardian:

@@ -27,6 +27,7 @@ from tasklib.duties.reaper import Reaper
 from tasklib.duties.rollups import Rollups
 from tasklib.duties.rota import Rota
 from tasklib.duties.snapshots import Limits, Snapshots, WorkerState
+from tasklib.duties.standstill import Standstill
 from tasklib.duties.statements import KeeperStatements
 from tasklib.errors import DatabaseUnavailable, TasklibError
 from tasklib.log import log
@@ -129,6 +130,7 @@ class Keeper:
             tally=tally,
         )  # fmt: skip
         self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
+        self._standstill = Standstill(config, duties, statements, settings.queues)
         self._listener = Listener(
             self._sessions["listen"], statements, settings.queues, on_ring=self._ring, on_cancel=self._cancel,
             wait_seconds=LISTEN_SECONDS,
@@ -144,6 +146,7 @@ class Keeper:
                 WhenElected(self.election, reaper),
                 WhenElected(self.election, Expirer(duties, statements, tally)),
                 WhenElected(self.election, self._census, after_seconds=CENSUS_SECONDS),
+                self._standstill,
             ], on_refusal=functools.partial(tally.failed, "duties", "refused"))),
             "history": Loop("history", Rota([
                 Snapshots(
@@ -158,8 +161,9 @@ class Keeper:
                 unserved=lambda: len(self._census.unserved), tell=send,
             )),
         }  # fmt: skip
-        for loop in self._loops.values():
+        for role, loop in self._loops.items():
             loop.on_failure = tally.failed
+            loop.answers = functools.partial(getattr, self._sessions[role], "answers")
         self._boot_loop = Loop("boot", self._boot)
 
     # --- coming and going ---
@@ -264,6 +268,7 @@ class Keeper:
             "elected": self.election.is_held(),
             "term": self.election.term if self.election.is_held() else None,
             "unserved": self._census.unserved if self.election.is_held() else [],
+            "unclaimable": self._standstill.hidden,
             "connections": sum(session.is_connected for session in self._sessions.values()),
             "budget": self._connection_budget.total,
         }

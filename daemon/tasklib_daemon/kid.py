@@ -48,6 +48,7 @@ class Kid:
     heard_at: float = 0.0  # its last message
     is_ready: bool = False
     failure: Exit | None = None  # what it said before it ended
+    problem: str | None = None  # why it cannot do all that it should, though it lives
     stage: Stage = Stage.SERVING
     since: float = 0.0
     stop_by: float = math.inf

@@ -1,15 +1,14 @@
 """The ledger: what a child has counted, in memory that its supervisor sees, so that it outlives the child.
 
 Made before the fork, one for each child. The child adds; the supervisor reads, also after its death. A key is written
-once, and published by the length of all of them; then its numbers have their place. So whatever a reader finds is
-whole, and of a batch that was being added when the child died at most a part is there.
+once, and published by the length of all of them, in one store; then its numbers have their place. So whatever a reader
+finds is whole, and of a batch that was being added when the child died at most a part is there.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import struct
 import threading
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 # For all that the bounds let in, with the longest names: what has no room is counted nowhere, not even as `other`.
 NUMBERS = 24_576
 KEY_BYTES = 2 * 1024 * 1024
-_LENGTH = struct.Struct("=I")
 _KEYS_AT = 8
 _NUMBERS_AT = _KEYS_AT + KEY_BYTES
 _OTHERS: Key = ("others",)
@@ -41,10 +39,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _NUMBERS_AT + 8 * NUMBERS)
+        self._length = memoryview(self._memory)[:_KEYS_AT].cast("Q")  # of all keys; written by one store
         self._keys: list[tuple[Key, int]] = []  # with how many numbers each has; as far as they were read
         self._read = 0
 
     def close(self) -> None:
+        self._length.release()
         self._memory.close()
 
     # --- the supervisor's side ---
@@ -61,7 +61,7 @@ class Ledger:
         return amounts
 
     def _read_keys(self) -> None:
-        length = _LENGTH.unpack_from(self._memory, 0)[0]
+        length = self._length[0]
         if length > self._read:
             lines = self._memory[_KEYS_AT + self._read : _KEYS_AT + length].splitlines()
             self._keys += [(tuple(key), size) for size, *key in map(json.loads, lines)]
@@ -72,11 +72,11 @@ class Ledger:
     def append(self, key: Key, size: int) -> bool:
         """A new key. False: the ledger is full."""
         line = json.dumps([size, *key], separators=(",", ":")).encode() + b"\n"
-        length = _LENGTH.unpack_from(self._memory, 0)[0]
+        length = self._length[0]
         if length + len(line) > KEY_BYTES:
             return False
         self._memory[_KEYS_AT + length : _KEYS_AT + length + len(line)] = line
-        _LENGTH.pack_into(self._memory, 0, length + len(line))
+        self._length[0] = length + len(line)
         return True
 
     def numbers(self) -> Any:

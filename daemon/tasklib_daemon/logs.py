@@ -7,6 +7,8 @@ line: it alone has an `outcome`. Secrets that the settings know, and passwords i
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -24,6 +26,7 @@ import structlog
 from pydantic_core import to_json
 
 from tasklib.errors import InvalidConfig
+from tasklib.log import task_logger
 from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 
     Event = MutableMapping[str, Any]
 
-OUR_LOGGERS = ("tasklib", "tasklib_daemon")
+OUR_LOGGERS = ("tasklib", "tasklib.tasks", "tasklib_daemon")
+_TASK_LEVELS = {"all": logging.NOTSET, "failures": logging.WARNING, "none": logging.CRITICAL + 1}
 STUCK_SECONDS = 0.2  # as long as a line waits for a reader who does not read; the next ones wait no more
 MAX_TEXT = 16 * 1024
 
@@ -65,11 +69,14 @@ class Plan(NamedTuple):
     file: str | None
     is_console: bool
     secrets: Sequence[str]
+    tasks: str
 
     @classmethod
     def of(cls, settings: Settings, process: str) -> Plan:
         file = None if settings.log.file is None else str(settings.log.file)
-        return cls(process, settings.log.level.upper(), file, _is_console(settings), settings.secrets())
+        return cls(
+            process, settings.log.level.upper(), file, _is_console(settings), settings.secrets(), settings.log.tasks
+        )
 
 
 def configure(settings: Settings, process: str = "supervisor") -> None:
@@ -79,13 +86,19 @@ def configure(settings: Settings, process: str = "supervisor") -> None:
 
 def configure_isolated(*plan: Any) -> None:
     """In the fork server of a worker, and again in each of its children: the file may have been renamed meanwhile, and
-    the application may have set up logging.
+    the application may have set up logging. One that was forked off its worker has its worker's name until now.
     """
     if _sink is None:
         _follow(Plan(*plan))
-    else:
-        reopen()
-        revive()
+        return
+    reopen()
+    revive()
+    with contextlib.suppress(ValueError, OSError):
+        faulthandler.enable(fileno())
+    for name in (None, *OUR_LOGGERS):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, _Handler):
+                handler.follow(_processors(Plan(*plan)))
 
 
 def _follow(plan: Plan) -> None:
@@ -97,6 +110,7 @@ def _follow(plan: Plan) -> None:
         logger.handlers = [handler]
         logger.setLevel(plan.level)
         logger.propagate = False  # ours come out whatever an application does to the root
+    task_logger.setLevel(max(task_logger.level, _TASK_LEVELS[plan.tasks]))
     logging.captureWarnings(True)  # noqa: FBT003 - its only parameter
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.stdlib.filter_by_level, _hand_over],
@@ -246,6 +260,9 @@ class _Handler(logging.Handler):
     def __init__(self, sink: Sink, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
         super().__init__()
         self._sink = sink
+        self.follow(processors)
+
+    def follow(self, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
         self._processors = tuple(processors)
 
     def createLock(self) -> None:  # noqa: N802 - logging's name

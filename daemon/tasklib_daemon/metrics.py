@@ -106,8 +106,9 @@ LOST = _counted(
 RELEASED = _counted("tasks_released", "released", "Tasks given back without having begun.")
 EXPIRED = _counted("tasks_expired", "expired", "Tasks that were not started before their expires_at.")
 SUSPECTED = _counted(
-    "tasks_suspected", "suspected", "Tasks that executed when their worker died, and run alone the next time.", "task"
-)
+    "tasks_suspected", "suspected",
+    "Tasks that executed when their worker died, and run apart from others the next time.", "task",
+)  # fmt: skip
 BURIED = _counted("tasks_buried", "buried", "Tasks that killed their workers too often, kept for a person.", "task")
 DURATION = _counted(
     "task_duration_seconds", "duration", "How long attempts took.", "task", "queue", buckets=SECONDS, unit="seconds"
@@ -176,7 +177,7 @@ RECOVERY = _counted(
 
 BUILD_INFO = _gauge("build_info", "Always 1; the versions are in the labels.", "version", "python", unit="info")
 DAEMON_STATE = _gauge("daemon_state", "1 for the state that the daemon is in.", "state")
-DAEMON_HEALTHY = _gauge("daemon_healthy", "0 while a child dies again and again.")
+DAEMON_HEALTHY = _gauge("daemon_healthy", "0 while a child dies again and again, or the web child has no port.")
 STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor last told how it is.", unit="seconds")
 MEMORY = _gauge("process_resident_memory_bytes", "Memory of each process.", "role", "slot", unit="bytes")
 CPU = Metric("process_cpu_seconds", "counter", "Time on a processor of each process.", ("role", "slot"), "seconds")

@@ -1,14 +1,23 @@
 """The page: what a worker shows its supervisor, in memory that both see.
 
 It is made anew for each spawn, before the fork, and it outlives the worker: after a death it still tells what was
-executing. The worker writes it through a Witness; the supervisor reads it at any time. A slot's fields are written
-first, then its state; the state is cleared first. So a slot that says "executing" tells the truth, whenever the worker
-died.
+executing. The worker writes it through a Witness; the supervisor reads it at any time, so no write may ever be seen
+half done. Three rules see to that:
+
+- A number is one aligned word, written by one store through a typed memoryview. (`struct.pack_into` fills its place
+  with zeros first, then writes byte by byte: a reader on another processor sees that.)
+- What is longer than a word, and seldom changes, is kept twice: the copy that nobody reads is written, then a version
+  is counted up, which says which of the two holds.
+- A slot's fields are written first, then its state; the state is cleared first. The number of the write that filled it
+  is zero meanwhile. A reader takes what it has read twice under one number.
+
+They hold for a worker that dies, or is stopped, in the middle of a write, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import re
@@ -35,16 +44,17 @@ BOOTING, BOOTED, READY = 0, 1, 2  # booted: the application is imported; ready: 
 SERVE, DRAIN, HURRY = 0, 1, 2  # what the supervisor asks for; a signal says only: look
 FREE, EXECUTING, DONE = 0, 1, 2  # a slot's state; done, but its outcome is not yet committed
 
-_PHASE, _WISH, _CONNECTED, _COUNTED = 0, 1, 2, 3
-_BEACON, _ENDED, _WAITING = 8, 16, 24
-_PIDS = 32
-_NAME = _PIDS + 4 * BACKENDS  # its length, then its bytes
-_HEADER_BYTES = 512
-_DOUBLE, _COUNT, _LENGTH = struct.Struct("=d"), struct.Struct("=Q"), struct.Struct("=H")
-_PID_LIST = struct.Struct(f"={BACKENDS}i")
-_SLOT = struct.Struct("=16sqddBB6x")  # task id, token, started, must end by, whether a cancel is why, own process
-_LIMIT, _LIMIT_AT = struct.Struct("=dB"), 32  # the fourth and fifth of them
+_WORD = 8  # bytes
+_PHASE, _WISH, _CONNECTED, _COUNTED = 0, 1, 2, 3  # single bytes, all in the first word
+_BEACON, _ENDED, _WAITING, _IDENTITY_VERSION = 1, 2, 3, 4  # words
+_IDENTITY = struct.Struct(f"={BACKENDS}iH{WORKER_ID_BYTES}s")  # backends, then the name's length and its bytes
+_IDENTITY_AT = (64, 512)  # one place for even versions, one for odd ones
+_HEADER_BYTES = 1024
+_SLOT = struct.Struct("=16sqddB7x")  # task id, token, started, must end by (negative: for a cancel), own process
+_MUST_END_BY, _FILL = 4, 6  # words of a slot; the second comes after the fields
+_SLOT_BYTES = _SLOT.size + _WORD
 _TAKEN = re.compile(rb"[^\0]")
+_MOST_TRIES = 10_000  # a reader's, before it takes a slot for free: a task has written over the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +92,18 @@ class Page:
 
     def __init__(self, slots: int, *, name: str = "tasklibd") -> None:
         self.slots = slots
-        self._records = _HEADER_BYTES + (slots + 7) // 8 * 8
-        self._memory = _shared(self._records + slots * _SLOT.size, name)
+        self._records = _HEADER_BYTES + (slots + _WORD - 1) // _WORD * _WORD
+        self._memory = _shared(self._records + slots * _SLOT_BYTES, name)
+        self._counts = memoryview(self._memory).cast("Q")
+        self._moments = memoryview(self._memory).cast("d")
+        self._fills = 0
+        self._worker_id = b""
+        self._backends: list[int] = []
 
     def close(self) -> None:
         """Unmaps it, here; who else has mapped it keeps it."""
+        self._counts.release()
+        self._moments.release()
         self._memory.close()
 
     # --- the supervisor's side ---
@@ -94,15 +111,15 @@ class Page:
     def read(self) -> PageView:
         memory = self._memory
         slots = [self._read_slot(found.start()) for found in _TAKEN.finditer(self._states())]
-        length = min(_LENGTH.unpack_from(memory, _NAME)[0], WORKER_ID_BYTES)
+        worker_id, backends = self._read_identity()
         return PageView(
-            worker_id=memory[_NAME + 2 : _NAME + 2 + length].decode(errors="replace"),
+            worker_id=worker_id,
             phase=memory[_PHASE],
-            beacon=_DOUBLE.unpack_from(memory, _BEACON)[0],
+            beacon=self._moments[_BEACON],
             is_connected=bool(memory[_CONNECTED]),
-            ended=_COUNT.unpack_from(memory, _ENDED)[0],
-            waiting=_COUNT.unpack_from(memory, _WAITING)[0],
-            backends=tuple(pid for pid in _PID_LIST.unpack_from(memory, _PIDS) if pid > 0),
+            ended=self._counts[_ENDED],
+            waiting=self._counts[_WAITING],
+            backends=backends,
             executing=tuple(slot for state, slot in slots if slot is not None and state == EXECUTING),
             done=tuple(slot for state, slot in slots if slot is not None and state == DONE),
             is_counted=bool(memory[_COUNTED]),
@@ -120,43 +137,47 @@ class Page:
         self._memory[_PHASE] = phase
 
     def beat(self) -> None:
-        _DOUBLE.pack_into(self._memory, _BEACON, time.monotonic())
+        self._moments[_BEACON] = time.monotonic()
 
     def witness(self) -> PageWitness:
         return PageWitness(self)
 
     def name(self, worker_id: str) -> None:
-        encoded = worker_id.encode()[:WORKER_ID_BYTES]
-        _LENGTH.pack_into(self._memory, _NAME, 0)
-        self._memory[_NAME + 2 : _NAME + 2 + len(encoded)] = encoded
-        _LENGTH.pack_into(self._memory, _NAME, len(encoded))
+        self._worker_id = worker_id.encode()[:WORKER_ID_BYTES]
+        self._write_identity()
 
     def count_ended(self, ended: int) -> None:
-        _COUNT.pack_into(self._memory, _ENDED, ended)
+        self._counts[_ENDED] = ended
 
     def count_waiting(self, waiting: int) -> None:
-        _COUNT.pack_into(self._memory, _WAITING, waiting)
+        self._counts[_WAITING] = waiting
 
     def mark_counted(self, *, is_counted: bool) -> None:
         """Set when a batch is in the ledger, cleared when its slots are free."""
         self._memory[_COUNTED] = is_counted
 
     def show_backends(self, pids: Iterable[int], *, is_connected: bool) -> None:
-        shown = [pid for pid in pids if pid > 0][:BACKENDS]
-        _PID_LIST.pack_into(self._memory, _PIDS, *shown, *[0] * (BACKENDS - len(shown)))
+        self._backends = [pid for pid in pids if pid > 0][:BACKENDS]
+        self._write_identity()
         self._memory[_CONNECTED] = is_connected
 
     def fill(self, index: int, execution: Execution) -> None:
         task = execution.task
+        start = self._records + index * _SLOT_BYTES
+        fill = start // _WORD + _FILL
+        self._fills += 1
+        self._counts[fill] = 0
         _SLOT.pack_into(
-            self._memory, self._records + index * _SLOT.size,
-            task.id.bytes, task.fencing_token, execution.started, execution.must_end_by, 0, execution.is_isolated,
+            self._memory, start,
+            task.id.bytes, task.fencing_token, execution.started, execution.must_end_by, execution.is_isolated,
         )  # fmt: skip
+        self._counts[fill] = self._fills
         self._memory[_HEADER_BYTES + index] = EXECUTING
 
     def limit(self, index: int, must_end_by: float, *, is_cancelled: bool) -> None:
-        """In place: it goes on executing, whatever happens meanwhile."""
-        _LIMIT.pack_into(self._memory, self._records + index * _SLOT.size + _LIMIT_AT, must_end_by, is_cancelled)
+        """In place, by one store: it goes on executing, whatever happens meanwhile."""
+        word = (self._records + index * _SLOT_BYTES) // _WORD + _MUST_END_BY
+        self._moments[word] = -must_end_by if is_cancelled else must_end_by
 
     def set_state(self, index: int, state: int) -> None:
         self._memory[_HEADER_BYTES + index] = state
@@ -166,21 +187,44 @@ class Page:
     def _states(self) -> bytes:
         return self._memory[_HEADER_BYTES : _HEADER_BYTES + self.slots]
 
+    def _write_identity(self) -> None:
+        version = self._counts[_IDENTITY_VERSION] + 1
+        pids = [*self._backends, *[0] * (BACKENDS - len(self._backends))]
+        _IDENTITY.pack_into(self._memory, _IDENTITY_AT[version % 2], *pids, len(self._worker_id), self._worker_id)
+        self._counts[_IDENTITY_VERSION] = version
+
+    def _read_identity(self) -> tuple[str, tuple[int, ...]]:
+        """Its name and its backends. While the version stays, the copy that it points to is not written."""
+        while True:
+            version = self._counts[_IDENTITY_VERSION]
+            start = _IDENTITY_AT[version % 2]
+            copied = self._memory[start : start + _IDENTITY.size]
+            if version == self._counts[_IDENTITY_VERSION]:
+                *pids, length, name = _IDENTITY.unpack(copied)
+                return name[:length].decode(errors="replace"), tuple(pid for pid in pids if pid > 0)
+
     def _read_slot(self, index: int) -> tuple[int, PageSlot | None]:
         """Read until it stands still: a live worker may be writing it."""
         seen = None
-        while True:
+        for _ in range(_MOST_TRIES):
             state, record = self._memory[_HEADER_BYTES + index], self._record(index)
             if state == FREE:
-                return FREE, None
-            if (state, record) == seen:
-                task_id, token, started, must_end_by, *flags = _SLOT.unpack(record)
-                return state, PageSlot(UUID(bytes=task_id), token, started, must_end_by, *map(bool, flags))
+                break
+            is_written = any(record[-_WORD:])
+            if is_written and (state, record) == seen:
+                return state, _slot(record)
             seen = (state, record)
+        return FREE, None
 
     def _record(self, index: int) -> bytes:
-        start = self._records + index * _SLOT.size
-        return self._memory[start : start + _SLOT.size]
+        start = self._records + index * _SLOT_BYTES
+        return self._memory[start : start + _SLOT_BYTES]
+
+
+def _slot(record: bytes) -> PageSlot:
+    task_id, token, started, must_end_by, is_isolated = _SLOT.unpack(record[: _SLOT.size])
+    is_cancelled = math.copysign(1.0, must_end_by) < 0
+    return PageSlot(UUID(bytes=task_id), token, started, abs(must_end_by), is_cancelled, bool(is_isolated))
 
 
 class PageWitness(Witness):

@@ -38,8 +38,6 @@ def rehearse(settings: Settings) -> list[str]:
         raise Exit(ExitCode.IMPORT, f"the import of {_names(settings)} ended its process: {ended}") from None
     if code:
         raise Exit(ExitCode(code), message)
-    if not tasks:
-        raise Exit(ExitCode.IMPORT, f"{_names(settings)} can be imported, but defines no tasks")
     return list(tasks)
 
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from tasklib_daemon.status import ChildStatus, Status
 
 
+# For which one that was elected goes on to show what it read last. The next one needs some seconds to be elected and to
+# read: a gap would begin every alert anew that has to hold for a while. Shown by both, it is one value more of a `max`.
+HANDOVER_SECONDS = 60.0
+
+
 class Sample(NamedTuple):
     metric: Metric
     labels: Sequence[str]
@@ -40,7 +45,7 @@ def of_daemon(status: Status, age_seconds: float, totals: Amounts, cluster: Read
     for role, child in _processes(status):
         yield from _of_process(role, child)
     yield from _of_totals(totals)
-    if status.get("elected") and cluster.samples:
+    if cluster.samples and (status.get("elected") or cluster.age_seconds < HANDOVER_SECONDS):
         yield Sample(metrics.GAUGES_AGE, (), [cluster.age_seconds])
         for name, labels, value in cluster.samples:
             if name in metrics.BY_NAME:

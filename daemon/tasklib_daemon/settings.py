@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import ipaddress
 import os
@@ -25,17 +26,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tasklib.config import Config
 from tasklib.errors import InvalidConfig, InvalidOptions, TaskNotRegistered
 from tasklib.names import check_queue
-from tasklib.registry import discover
+from tasklib.ranges import DAY_SECONDS, YEAR_SECONDS, Range, plain
+from tasklib.registry import default_registry, discover
+from tasklib.worker.forks import call_in_one_process
+from tasklib.worker.loop import LONGEST_SILENCE_SECONDS
 from tasklib_daemon.exits import Exit, ExitCode, one_line
 from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from typing import Self
 
 PREFIX = "TASKLIB_"
 SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: database_url, listen_database_url, web_token
@@ -49,9 +63,10 @@ def _split(given: Any) -> Any:
     return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
 
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], BeforeValidator(_split), Field(max_length=10_000)
+]
+Days = Annotated[float, Range(0.01, 36_500)]
 
 
 class Section(BaseModel):
@@ -61,9 +76,9 @@ class Section(BaseModel):
 class Web(Section):
     """`/livez`, `/readyz` and `/status`. An address that others can reach needs a token."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] | None = 8642  # 0: any free one; None: no web child
-    token: SecretStr | None = None
+    host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
+    port: Annotated[int, Range(0, 65535)] | None = 8642  # 0: any free one; None: no web child
+    token: Annotated[SecretStr, Field(max_length=4096)] | None = None
     public_probes: bool = False  # /livez and /readyz answer in one word to who has no token
 
     @field_validator("token")
@@ -85,32 +100,33 @@ class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
     file: Path | None = None  # None: standard error
+    tasks: Literal["all", "failures", "none"] = "failures"  # attempts that end with a line of their own
 
 
 class Recycle(Section):
     """A worker that reaches one of these is replaced. None: never."""
 
-    max_tasks: Count | None = None
-    max_age_seconds: Seconds | None = None
-    max_memory_mb: Count | None = None
+    max_tasks: Annotated[int, Range(1, 10**9)] | None = None
+    max_age_seconds: Annotated[float, Range(1, YEAR_SECONDS)] | None = None
+    max_memory_mb: Annotated[int, Range(100, 10**7)] | None = None  # a worker that has done nothing yet takes 60
 
 
 class Restart(Section):
     """How long a slot waits after a death, and when the daemon calls itself unhealthy."""
 
-    first_seconds: Seconds = 0.1
-    longest_seconds: Seconds = 30.0
-    crash_loop_deaths: Count = 5
-    crash_loop_seconds: Seconds = 60.0
+    first_seconds: Annotated[float, Range(0.01, 3600)] = 0.1
+    longest_seconds: Annotated[float, Range(0.01, 3600)] = 30.0
+    crash_loop_deaths: Annotated[int, Range(1, 10_000)] = 5
+    crash_loop_seconds: Annotated[float, Range(1, DAY_SECONDS)] = 60.0
 
 
 class Retention(Section):
     """How long the janitor keeps what is finished. None: for ever. Buried tasks are always kept."""
 
-    completed_days: Seconds | None = 30.0
-    failed_days: Seconds | None = 90.0
-    heartbeats_hours: Seconds | None = 24.0
-    states_days: Seconds | None = 7.0
+    completed_days: Days | None = 30.0
+    failed_days: Days | None = 90.0
+    heartbeats_hours: Annotated[float, Range(0.1, 876_000)] | None = 24.0
+    states_days: Days | None = 7.0
 
 
 class Settings(Section):
@@ -119,20 +135,20 @@ class Settings(Section):
     library: Config
     app: Names = ()
     preload: bool = False
-    workers: Annotated[int, Field(ge=1, le=1000)] = 2
-    concurrency: Annotated[int, Field(ge=1, le=10000)] = 10
+    workers: Annotated[int, Range(1, 1000)] = 2
+    concurrency: Annotated[int, Range(1, 10_000)] = 10
     queues: Names | None = None
-    poll_interval_seconds: Annotated[float, Field(gt=0, le=60)] = 1.0
-    buffer_size: Annotated[int, Field(ge=0)] | None = None
-    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    poll_interval_seconds: Annotated[float, Range(0.01, 60)] = 1.0
+    buffer_size: Annotated[int, Range(0, 100_000)] | None = None
+    grace_seconds: Annotated[float, Range(0, YEAR_SECONDS)] = 30.0
     name: Annotated[str, Field(min_length=1, max_length=200)] = Field(default_factory=socket.gethostname)
     runtime_directory: Path
     control_socket: Path
-    boot_seconds: Seconds = 60.0
-    hang_seconds: Seconds = 15.0
-    stall_seconds: Seconds = 60.0
-    snapshot_seconds: Seconds = 5.0
-    election_ttl_seconds: Annotated[float, Field(gt=0, lt=5)] = 4.0
+    boot_seconds: Annotated[float, Range(1, DAY_SECONDS)] = 60.0
+    hang_seconds: Annotated[float, Range(0.5, DAY_SECONDS)] = 15.0
+    stall_seconds: Annotated[float, Range(0.5, YEAR_SECONDS)] = 60.0
+    snapshot_seconds: Annotated[float, Range(0.1, 3600)] = 5.0
+    election_ttl_seconds: Annotated[float, Range(0.5, 4.99)] = 4.0  # under 5 s: tasks that are due wait for no election
     web: Web = Web()
     log: Log = Log()
     recycle: Recycle = Recycle()
@@ -156,7 +172,9 @@ class Settings(Section):
             raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
         redact = redactor(self.secrets())
         for module in self.app:
-            _import(module, redact)
+            call_in_one_process(functools.partial(_import, module, redact))
+        if not list(default_registry):
+            raise Exit(ExitCode.IMPORT, f"{', '.join(self.app)} can be imported, but defines no tasks")
 
     def make_runtime_directory(self) -> None:
         """For this user alone. One that is there already must be so, too."""
@@ -170,6 +188,18 @@ class Settings(Section):
                 f"runtime_directory {self.runtime_directory} must belong to the daemon's user, "
                 f"and nobody else may write to it (chmod 700)"
             )
+
+    @model_validator(mode="after")
+    def _hangs_are_told_from_rests(self) -> Self:
+        """A worker without work shows that it lives once in a poll, and at least every few seconds."""
+        rest = 2 * min(self.poll_interval_seconds, LONGEST_SILENCE_SECONDS)
+        for name in ("hang_seconds", "stall_seconds"):
+            if getattr(self, name) < rest:
+                raise ValueError(
+                    f"{name} must be at least {rest:g}, got {getattr(self, name):g}: twice poll_interval_seconds, and "
+                    f"{2 * LONGEST_SILENCE_SECONDS:g} is always enough"
+                )
+        return self
 
     @field_validator("queues")
     @classmethod
@@ -346,7 +376,8 @@ def _hint(name: str, candidates: Mapping[str, str]) -> str:
 
 
 def _config(values: Mapping[str, Any], environment: Mapping[str, str], given: Mapping[str, _Given]) -> Config:
-    url = values.get("database_url") or _url_of_others(environment)
+    url = values.get("database_url", "")
+    url = _url_of_others(environment) if url == "" else url
     for key, one in {"database_url": url, "listen_database_url": values.get("listen_database_url")}.items():
         _check_url(key, one, given)
     try:
@@ -391,7 +422,7 @@ def _plain(url: str) -> str:
 
 
 def _line(key: str, message: str, given: Mapping[str, _Given]) -> str:
-    return f"{_place(key, given)}: {message.removeprefix('Value error, ')}"
+    return f"{_place(key, given)}: {plain(message)}" if key else plain(message)
 
 
 def _place(key: str, given: Mapping[str, _Given]) -> str:

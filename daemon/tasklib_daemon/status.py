@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 
 State = Literal["starting", "running", "paused", "draining", "stopping"]
 ChildState = Literal["starting", "ready", "stopping", "waiting"]  # waiting: dead, and not yet started again
+MOST_NAMED = 5  # of a list, in one line
 LIVE_SECONDS = 10.0  # pushed each second; a host that is short of time may be late with some
 
 
@@ -41,10 +42,11 @@ class Status(TypedDict, total=False):
     started_at: str
     state: State
     is_healthy: bool
-    problems: list[str]  # why it is not healthy: a crash loop, a keeper that does not start ...
+    problems: list[str]  # why it is not healthy: a crash loop, a port that is taken ...
     database: bool  # the keeper has a connection
     listening: bool
     elected: bool
+    unclaimable: list[str]  # queues in which tasks wait that this daemon cannot claim, though it is refused nothing
     unserved: list[str]  # names that wait in the database and that nobody serves
     term: int | None  # of the election, while elected
     connections: int  # of the keeper
@@ -73,6 +75,10 @@ def why_not_ready(status: Status, age_seconds: float) -> list[str]:
         reasons.append(f"the daemon is {state}")
     if not status.get("database", False):
         reasons.append("there is no connection to the database")
+    if unclaimable := status.get("unclaimable"):
+        reasons.append(
+            f"tasks wait that cannot be claimed, in: {', '.join(unclaimable[:MOST_NAMED])}; see tasklib doctor"
+        )
     if not any(_is_claiming(worker) for worker in status.get("workers", [])):
         reasons.append("no worker is ready and claiming")
     if not status.get("is_healthy", True):
@@ -89,6 +95,7 @@ def describe(status: Status) -> list[str]:
     lines.append("  database: " + ", ".join(word if is_so else f"not {word}" for word, is_so in links.items()))
     lines.append(f"  cluster duties: {'here' if status.get('elected') else 'elsewhere'}")
     lines += [f"  nobody serves: {name}" for name in status.get("unserved", [])]
+    lines += [f"  tasks wait that cannot be claimed, in: {queue}" for queue in status.get("unclaimable", [])]
     lines += [_describe_child(f"worker {worker.get('slot', '?')}", worker) for worker in status.get("workers", [])]
     others = {"keeper": status.get("keeper"), "web": status.get("web")}
     return lines + [_describe_child(name, child) for name, child in others.items() if child]

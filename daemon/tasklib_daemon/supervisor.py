@@ -300,7 +300,10 @@ class Supervisor:
         """A worker runs other people's code: what only a keeper says is not taken from it."""
         match kid.place.role, message["say"]:
             case _, "ready":
+                kid.problem = message.get("problem")
                 self._welcome(kid)
+            case "web", "listening":
+                kid.problem = None
             case _, "failed":
                 kid.failure = Exit(_known_code(message.get("code")), str(message.get("message")))
             case "keeper", "cancel":
@@ -608,8 +611,9 @@ class Supervisor:
         problems = [
             f"{_called(place)} died {restart.crash_loop_deaths} times or more within {restart.crash_loop_seconds:g} s"
             for place, history in self._histories.items()
-            if history.is_crash_loop(now, self._lived(place, now), restart)
+            if place in self._serving.places() and history.is_crash_loop(now, self._lived(place, now), restart)
         ]
+        problems += [kid.problem for kid in self._kids.values() if kid.problem is not None]
         if problems and not self._problems:
             log.error("daemon.unhealthy", problems=problems)
         if self._problems and not problems:
@@ -644,6 +648,7 @@ class Supervisor:
             "listening": bool(says.get("listening")),
             "elected": bool(says.get("elected")),
             "unserved": list(says.get("unserved") or []),
+            "unclaimable": list(says.get("unclaimable") or []),
             "term": says.get("term"),
             "connections": int(says.get("connections") or 0),
             "budget": int(says.get("budget") or 0),

@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING
 
 from tasklib import application
-from tasklib.worker import processes
+from tasklib.worker import launching, processes
 from tasklib.worker.worker import TaskWorker
-from tasklib_daemon import logs, page
+from tasklib_daemon import kernel, logs, page
 from tasklib_daemon.bell import Ear
 from tasklib_daemon.ledger import LedgerTally
 from tasklib_daemon.logs import log
@@ -31,15 +31,19 @@ LOOK_SECONDS = 0.2
 
 def run(settings: Settings, own_page: Page, channel: Channel, slot: int, ledger: Ledger) -> None:
     """Until it is told to stop, and drained. A signal that comes before it has anything to drain just ends it."""
-    settings.import_app()
-    logs.revive()
+    _import_app(settings, channel)
     config = settings.config()
     if not application.is_initialised():  # the app need not say which database its tasks submit to
         application.init(config)
     worker = TaskWorker(
         config, settings.concurrency, settings.poll_interval_seconds, settings.queues,
         buffer_size=settings.buffer_size, grace_seconds=UNTIL_TOLD_SECONDS, listen=False, duties=False,
-        handle_signals=False, witness=own_page.witness(), tally=LedgerTally(ledger, "worker", own_page),
+        suspects_in_processes=True,
+        suspect_limits=processes.SuspectLimits(
+            settings.recycle.max_memory_mb, settings.grace_seconds, settings.stall_seconds
+        ),
+        handle_signals=False, witness=own_page.witness(),
+        tally=LedgerTally(ledger, "worker", own_page),
     )  # fmt: skip
     processes.begin_with("tasklib_daemon.logs:configure_isolated", logs.Plan.of(settings, f"worker {slot} task"))
     ears = Ears(worker, own_page, channel)
@@ -53,6 +57,24 @@ def run(settings: Settings, own_page: Page, channel: Channel, slot: int, ledger:
         worker.run_sync()
     finally:
         bell.stop()
+
+
+def _import_app(settings: Settings, channel: Channel) -> None:
+    """Imports the application, and forks the fork server off before this process has threads. If the import has started
+    threads or opened connections, nothing is forked: a fresh interpreter is started later, when one is needed.
+    """
+    sockets = launching.count_sockets()
+    settings.import_app()
+    logs.revive()
+    gc.collect()
+    gc.freeze()  # a collection would touch, and so copy, every page that is shared
+    if launching.can_fork(sockets):
+
+        def become_fork_server() -> None:
+            channel.close()
+            kernel.name_process("tasklibd-forks")
+
+        launching.fork_ahead(become_fork_server)
 
 
 class Ears:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from tasklib.doctor.reach import check_connections, check_pooler
 from tasklib.doctor.schema import check_grants, check_schema
 from tasklib.doctor.server import check_clock, check_database, check_durability
+from tasklib.doctor.sessions import check_row_security, check_sessions
 from tasklib.doctor.vacuum import check_autovacuum, check_notify_queue, check_transactions
 from tasklib.doctor.work import check_leases, check_unnoted_leases, check_workers
 
@@ -25,6 +26,8 @@ CHECKS: dict[str, Check] = {
     "database": check_database,
     "grants": check_grants,
     "schema": check_schema,
+    "row_security": check_row_security,
+    "sessions": check_sessions,
     "clock": check_clock,
     "durability": check_durability,
     "autovacuum": check_autovacuum,

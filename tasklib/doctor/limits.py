@@ -6,13 +6,13 @@ for an hour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tasklib.doctor.findings import Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 SHOWN = 5  # of a list; the details have all of it
 
@@ -29,6 +29,16 @@ class Limits:
     dead_rows: int = 100_000  # and twice as many as autovacuum waits for
     unserved_seconds: float = 60.0  # a rollout is no reason to wake anybody
     stuck_seconds: float = 30.0  # a lease that ran out is noticed within 20
+    # A time limit of a role or database that is shorter is a warning, and a tenth of it is critical.
+    shortest_timeouts: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "statement_timeout": 10.0,
+            "transaction_timeout": 10.0,
+            "idle_in_transaction_session_timeout": 10.0,
+            "idle_session_timeout": 60.0,
+            "lock_timeout": 0.1,
+        }
+    )
 
 
 def severity_of(value: float, limits: tuple[float, float]) -> Severity | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo, timeout_from_conninfo
 
-from tasklib.connection import BoundedConnection, meet, send
+from tasklib.connection import SEARCH_PATH, BoundedConnection, meet, send
 from tasklib.sql import queries
 from tasklib.statements import Statement
 
@@ -36,9 +36,9 @@ NOT_TO_BE_SEEN = (
 
 # The last three are for the description of the schema, which PostgreSQL words by them.
 _LIMITS = """
-select set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
-       set_config('search_path', 'pg_catalog', true), set_config('timezone', 'UTC', true),
-       set_config('datestyle', 'ISO', true)
+select pg_catalog.set_config('statement_timeout', $1, true), pg_catalog.set_config('lock_timeout', $2, true),
+       pg_catalog.set_config('search_path', $3, true), pg_catalog.set_config('timezone', 'UTC', true),
+       pg_catalog.set_config('datestyle', 'ISO', true)
 """
 
 
@@ -75,7 +75,7 @@ class Patient:
     def transaction(self) -> Iterator[BoundedConnection]:
         seconds = max(min(STATEMENT_SECONDS, self._until - time.monotonic()), 0.1)
         self.conn.deadline = time.monotonic() + seconds + GRACE_SECONDS
-        limits = (f"{seconds * 1000:.0f}", f"{min(LOCK_SECONDS, seconds / 2) * 1000:.0f}")
+        limits = (f"{seconds * 1000:.0f}", f"{min(LOCK_SECONDS, seconds / 2) * 1000:.0f}", SEARCH_PATH)
         with self.conn.transaction():
             send(self.conn, [Statement(_LIMITS, limits, list)])
             yield self.conn

@@ -1,6 +1,7 @@
 """What puts back the parts of the schema that somebody took away or changed: statements, made from their descriptions.
 
-A part that was changed is still there under its name, and goes first. An index is built while others work.
+A part that was changed is still there under its name, and goes first. An index that is missing is built while others
+work, which only a statement that is sent alone may do: so it has a finding of its own, and `psql -c` runs its remedy.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from tasklib.sql import folder, in_schema
+from tasklib.sql import folder, in_schema, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ KINDS = {
     ),
     "index": (
         re.compile(r"table \w+ index CREATE (?P<unique>|UNIQUE )INDEX (?P<name>\w+) (?P<text>.+)"),
-        "drop index concurrently if exists tasklib.{name}; create {unique}index concurrently {name} {text};",
+        "create {unique}index concurrently {name} {text};",
     ),
     "view": (re.compile(r"view (?P<name>\w+) (?P<text>.+);"), "create or replace view tasklib.{name} as {text};"),
     "trigger": (
@@ -55,6 +56,21 @@ def repairs(missing: Sequence[str], schema: str) -> Iterator[str]:
         yield f"{in_schema(ALL_ANEW, schema)} then: tasklib migrate"
     if hard := [part.name for part in left if not part.statement]:
         yield f"as in tasklib/sql/migrations, or from a backup: {', '.join(hard)}"
+
+
+def is_index(line: str) -> bool:
+    """And not one that comes with its constraint."""
+    part = _part(line)
+    return part.kind == "index" and not any(f" constraint {part.name} " in each for each in snapshot())
+
+
+def repaired_index(line: str, added: Sequence[str], schema: str) -> str:
+    """One that was changed is replaced in one transaction, so that the table is never without it."""
+    part = _part(line)
+    if not any(f" INDEX {part.name} " in each for each in added):
+        return in_schema(part.statement, schema)
+    build = part.statement.replace(" concurrently", "")
+    return in_schema(f"drop index tasklib.{part.name}; {build} -- holds up every change while it is built", schema)
 
 
 def _part(line: str) -> _Part:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, LiteralString
 from tasklib import migrate
 from tasklib.doctor.findings import critical, note, ok
 from tasklib.doctor.limits import some
-from tasklib.doctor.repairs import repairs
+from tasklib.doctor.repairs import is_index, repaired_index, repairs
 from tasklib.errors import SchemaError
 from tasklib.sql import queries, snapshot
 
@@ -131,14 +131,22 @@ def _drift(patient: Patient) -> Iterator[Finding]:
     wanted = {_comparable(line, schema): line for line in snapshot()}
     missing = sorted(wanted[key] for key in wanted.keys() - found.keys())
     added = sorted(found[key] for key in found.keys() - wanted.keys())
-    if missing:
+    others = [line for line in missing if not is_index(line)]
+    for line in sorted(set(missing) - set(others)):
         yield critical(
-            f"the schema is not as tasklib made it; missing or changed: {some(missing)}",
-            " ".join(repairs(missing, schema)),
-            missing=missing,
+            f"the schema is not as tasklib made it; missing or changed: {line}",
+            repaired_index(line, added, schema),
+            missing=[line],
             added=added,
         )
-    elif added:
+    if others:
+        yield critical(
+            f"the schema is not as tasklib made it; missing or changed: {some(others)}",
+            " ".join(repairs(others, schema)),
+            missing=others,
+            added=added,
+        )
+    if added and not missing:
         yield note(
             f"the schema has more than tasklib made: {some(added)}",
             "nothing, if it is meant; an index costs time at every step of every task, a trigger that raises stops it",

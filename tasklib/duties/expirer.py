@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tasklib.duties.apart import Sweep
 from tasklib.log import log
 from tasklib.worker.tally import Tally
 
@@ -19,9 +20,10 @@ class Expirer:
         self._session = session
         self._statements = statements
         self._tally = tally or Tally()
+        self._sweep = Sweep("task.not_expired", session.run, due=statements.expirable, change=statements.expire_given)
 
     def run_once(self) -> float | None:
-        expired = self._session.run(self._statements.expire())
+        expired = self._sweep.run_once(lambda: self._session.run(self._statements.expire()), int)
         if expired:
             self._tally.expired(expired)
             log.info("tasks.expired", count=expired)

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import psycopg
+
+from tasklib.duties.apart import first_line, may_be_one_row, send_apart
+from tasklib.duties.statements import Pruned
 from tasklib.log import log
 
 if TYPE_CHECKING:
@@ -68,18 +72,24 @@ class Janitor:
         if not ranges:
             return False
         after, before = ranges[0]
-        pruned = self._session.run(
-            self._statements.prune_tasks(
-                after,
-                before,
-                completed_seconds=self._retention.completed_seconds,
-                failed_seconds=self._retention.failed_seconds,
-                limit=BATCH,
-            )
-        )
+        pruned = self._prune_page(after, before)
         self._tasks += pruned.tasks
         ranges[:1] = [] if pruned.last_id is None else [(pruned.last_id, before)]
         return True
+
+    def _prune_page(self, after: UUID, before: UUID) -> Pruned:
+        """What cannot be deleted stays, and keeps nothing else."""
+        kept = {
+            "completed_seconds": self._retention.completed_seconds, "failed_seconds": self._retention.failed_seconds,
+        }  # fmt: skip
+        try:
+            return self._session.run(self._statements.prune_tasks(after, before, limit=BATCH, **kept))
+        except psycopg.Error as error:
+            if not may_be_one_row(error):
+                raise
+        ids = self._session.run(self._statements.page(after, before, BATCH))
+        counts = send_apart(ids, lambda part: self._session.run(self._statements.prune_given(part, **kept)), _tell_kept)
+        return Pruned(ids[-1] if ids else None, sum(counts))
 
     def _prune_states(self) -> bool:
         """False: that was the last batch."""
@@ -100,6 +110,10 @@ class Janitor:
         if self._tasks or self._states or self._rollups:
             log.info("history.pruned", tasks=self._tasks, worker_states=self._states, task_rollups=self._rollups)
         self._ranges, self._tasks, self._states, self._rollups = None, 0, 0, 0
+
+
+def _tell_kept(task_id: UUID, error: psycopg.Error) -> None:
+    log.error("task.not_pruned", task_id=task_id, error=first_line(error))
 
 
 def _key(moment: float) -> UUID:

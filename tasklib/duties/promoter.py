@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tasklib.duties.apart import Sweep
+from tasklib.statements import Promotion
+
 if TYPE_CHECKING:
-    from tasklib.statements import Promotion, WorkerStatements
+    from tasklib.statements import WorkerStatements
     from tasklib.worker.session import Session
 
 LONGEST_PAUSE_SECONDS = 1.0
@@ -15,9 +18,14 @@ class Promoter:
     def __init__(self, session: Session, statements: WorkerStatements) -> None:
         self._session = session
         self._statements = statements
+        self._sweep = Sweep(
+            "task.not_promoted", session.run, due=statements.promotable, change=statements.promote_given
+        )
 
     def promote(self) -> Promotion:
-        return self._session.run(self._statements.promote())
+        return self._sweep.run_once(
+            lambda: self._session.run(self._statements.promote()), lambda promoted: Promotion(promoted, None)
+        )
 
     def run_once(self) -> float | None:
         promotion = self.promote()

@@ -10,6 +10,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import psycopg
+
+from tasklib.connection import is_connection_lost
 from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log
 from tasklib.outcomes import Crashed, Rules, decide
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 KEEP_DEAD_SECONDS = 3600.0  # the rows of dead workers, for somebody who looks
 FORGET_EVERY_SECONDS = 60.0
+MOST_FAILURES = 10  # of claims in one round; more of them are no matter of one claim
 
 
 class Reaper:
@@ -64,16 +68,26 @@ class Reaper:
     def _recover_abandoned(self) -> None:
         """By key: claims that cannot be recovered now do not hide those behind them."""
         after = ("", -1)
+        failures: list[psycopg.Error] = []
         while page := self._session.run(self._statements.abandoned(after)):
             for worker_id, claim_id, is_alive, now in page:
-                self._recover(worker_id, claim_id, now, worker_is_alive=is_alive)
+                try:
+                    self._recover(worker_id, claim_id, now, worker_is_alive=is_alive)
+                except psycopg.Error as error:
+                    if is_connection_lost(error) or len(failures) == MOST_FAILURES:
+                        raise
+                    failures.append(error)
             after = page[-1][:2]
+        if failures:
+            raise failures[0]  # told and counted once for all of them
 
     def _recover(self, worker_id: str, claim_id: int, now: datetime, *, worker_is_alive: bool) -> None:
         reason = "its lock passed" if worker_is_alive else "its worker died: the lease ran out"
         tasks = self._session.run(self._statements.abandoned_tasks(worker_id, claim_id))
         crash = Crashed(reason, worker_is_alive=worker_is_alive)
-        decided = [Decided(task, decide(task, crash, now, self._rules), task.state) for task in tasks]
+        decided = self._settling.decide(
+            tasks, lambda task: Decided(task, decide(task, crash, now, self._rules), task.state)
+        )
         if recovered := self._settling.settle(worker_id, decided, now):
             self._tally.lost(recovered, "lease_expired")
             log.warning("tasks.recovered", worker_id=worker_id, count=recovered)

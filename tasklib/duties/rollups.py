@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any, LiteralString
 
 from pydantic_core import to_json
 
+from tasklib.duties.apart import first_line, send_apart
+from tasklib.log import log
 from tasklib.sql import queries
 from tasklib.statements import Statement
 from tasklib.worker.tally import merge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import psycopg
 
     from tasklib.config import Config
     from tasklib.worker.session import Session
@@ -39,9 +43,24 @@ class Rollups:
         if not rows:
             self._unwritten = {}
             return LOOK_SECONDS
-        self._session.run(Statement(self._sql, (to_json(rows).decode(),), lambda _: None))
+        for _ in send_apart(rows, self._note, self._refuse):
+            pass
         self._unwritten = {}
         return EVERY_SECONDS
+
+    def _note(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._session.run(Statement(self._sql, (to_json(rows).decode(),), lambda _: None))
+        for row in rows:
+            self._forget(row)  # at once: if a later part has to be sent again, it must not be counted twice
+
+    def _refuse(self, row: dict[str, Any], error: psycopg.Error) -> None:
+        log.error("statistics.refused", task=row["name"], queue=row["queue"], error=first_line(error))
+        self._forget(row)
+
+    def _forget(self, row: dict[str, Any]) -> None:
+        of_this = [key for key in self._unwritten if key[1:3] == (row["name"], row["queue"])]
+        for key in of_this:
+            del self._unwritten[key]
 
 
 def _rows(amounts: Amounts) -> list[dict[str, Any]]:

@@ -44,3 +44,7 @@ class Rota:
             self._on_refusal()
             log.warning("duty.failed", duty=type(duty).__name__.lower(), error=str(error).partition("\n")[0])
             return AFTER_FAILURE_SECONDS
+        except Exception:  # noqa: BLE001 - a fault in one duty must not keep the others, or the election, waiting
+            self._on_refusal()
+            log.exception("duty.failed", duty=type(duty).__name__.lower())
+            return AFTER_FAILURE_SECONDS

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psycopg
 
-from tasklib.connection import is_connection_lost
+from tasklib.duties.apart import Aside, first_line, may_be_one_row, send_apart
 from tasklib.log import log
 from tasklib.statements import settlement_json
 from tasklib.states import State
 from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -37,6 +37,19 @@ class Settling:
         self._session = session
         self._statements = statements
         self._tally = tally or Tally()
+        self._aside: Aside[tuple[UUID, int]] = Aside(at_once=True)
+
+    def decide(self, tasks: Iterable[HeldTask], decide: Callable[[HeldTask], Decided]) -> list[Decided]:
+        """What becomes of each. One of which nobody can say so is set aside, and so is one that was refused lately."""
+        aside, decided = self._aside.current(), []
+        for task in tasks:
+            if (task.id, task.fencing_token) in aside:
+                continue
+            try:
+                decided.append(decide(task))
+            except Exception as error:  # noqa: BLE001 - a bad row must not keep the others from being recovered
+                self._refuse(task, error)
+        return decided
 
     def settle(self, worker_id: str, decided: Sequence[Decided], now: datetime) -> int:
         """How many were still the worker's. Each attempt that ends so has its line in the log, as any other."""
@@ -52,26 +65,34 @@ class Settling:
         return len(settled)
 
     def _settle(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
+        """Rows that somebody holds are left out at once. If a statement still has to wait for a lock, on a row that is
+        not among its own, or is refused, it is halved.
+        """
         try:
             return self._send(worker_id, batch, now)
         except psycopg.errors.LockNotAvailable:
-            return self._settle_unlocked(worker_id, batch, now)
+            batch = self._unlocked(batch)
         except psycopg.Error as error:
-            if is_connection_lost(error):
+            if not may_be_one_row(error):
                 raise
-            if len(batch) > 1:
-                return {id_ for each in batch for id_ in self._settle(worker_id, [each], now)}
-            task = batch[0].task
-            log.error("task.unrecoverable", task=task.name, task_id=task.id, error=str(error).partition("\n")[0])
-            return set()
+        parts = send_apart(
+            batch, lambda part: self._send(worker_id, part, now), lambda each, error: self._refuse(each.task, error)
+        )
+        return set().union(*parts)
 
-    def _settle_unlocked(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
-        """Somebody holds a row: the others do not wait for it, and its turn comes again."""
+    def _unlocked(self, batch: Sequence[Decided]) -> list[Decided]:
+        """Those whose rows nobody holds. The turn of the others comes again."""
         free = set(self._session.run(self._statements.unlocked([each.task.id for each in batch])))
-        blocked = [str(each.task.id) for each in batch if each.task.id not in free]
-        log.warning("recovery.blocked", tasks=blocked[:5], hint="who holds the row?")
-        rest = [each for each in batch if each.task.id in free]
-        return self._settle(worker_id, rest, now) if rest else set()
+        if blocked := [str(each.task.id) for each in batch if each.task.id not in free]:
+            log.warning("recovery.blocked", tasks=blocked[:5], hint="who holds the row?")
+        return [each for each in batch if each.task.id in free]
+
+    def _refuse(self, task: HeldTask, error: Exception) -> None:
+        self._aside.add((task.id, task.fencing_token))
+        if isinstance(error, psycopg.errors.LockNotAvailable):
+            log.warning("recovery.blocked", tasks=[str(task.id)], hint="who holds a row that its recovery needs?")
+        else:
+            log.error("task.unrecoverable", task=task.name, task_id=task.id, error=first_line(error))
 
     def _send(self, worker_id: str, batch: Sequence[Decided], now: datetime) -> set[UUID]:
         settled = [

@@ -6,9 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tasklib.duties.apart import first_line, send_apart
+from tasklib.log import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
+
+    import psycopg
 
     from tasklib.duties.statements import KeeperStatements
     from tasklib.worker.session import Session
@@ -71,18 +76,24 @@ class Snapshots:
         self._every_seconds = every_seconds
 
     def run_once(self) -> float | None:
-        states = [state.to_row() for state in self._take()]
-        if states:
-            limits = self._limits
-            note = self._statements.note_states(
-                states,
-                queues=limits.queues,
-                max_claim_batch=limits.max_claim_batch,
-                max_claim_per_worker=limits.max_claim_per_worker,
-                recovery_config=limits.recovery_config,
-            )
-            self._session.run(note)
+        for _ in send_apart([state.to_row() for state in self._take()], self._note, _tell_refused):
+            pass
         return self._every_seconds
+
+    def _note(self, states: Sequence[Mapping[str, Any]]) -> None:
+        limits = self._limits
+        note = self._statements.note_states(
+            states,
+            queues=limits.queues,
+            max_claim_batch=limits.max_claim_batch,
+            max_claim_per_worker=limits.max_claim_per_worker,
+            recovery_config=limits.recovery_config,
+        )
+        self._session.run(note)
+
+
+def _tell_refused(state: Mapping[str, Any], error: psycopg.Error) -> None:
+    log.error("snapshot.refused", worker_id=state["worker_id"], error=first_line(error))
 
 
 def _memory_of_host() -> int | None:

@@ -32,6 +32,8 @@ class WrittenAttempt(NamedTuple):
     outcome: AttemptOutcome
     will_retry: bool
     seconds: float
+    failed_reason: str | None
+    is_buried: bool  # by this attempt
 
 
 class KeeperStatements:
@@ -112,3 +114,15 @@ class KeeperStatements:
         """None: such tasks stay."""
         parameters = (after, before, completed_seconds, failed_seconds, limit)
         return Statement(self._janitor["prune"], parameters, lambda rows: Pruned(*rows[0]))
+
+    def page(self, after: UUID, before: UUID, limit: int) -> Statement[list[UUID]]:
+        """The keys that `prune_tasks` would look at."""
+        return Statement(
+            self._janitor["page"], (after, before, limit), lambda rows: [row[0] for row in rows], is_change=False
+        )
+
+    def prune_given(
+        self, task_ids: Sequence[UUID], *, completed_seconds: float | None, failed_seconds: float | None
+    ) -> Statement[int]:
+        parameters = (list(task_ids), completed_seconds, failed_seconds)
+        return Statement(self._janitor["prune_given"], parameters, lambda rows: int(rows[0][0]))

@@ -93,7 +93,7 @@ def postgres(
     try:
         yield server
     finally:
-        server.stop()
+        server.stop("immediate" if directory is None else "fast")  # no checkpoint of what is thrown away
 
 
 def find_binaries(chosen: str | os.PathLike[str] | None = None) -> Path:

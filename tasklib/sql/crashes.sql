@@ -18,7 +18,11 @@ from tasklib.claims as claim
 cross join unnest(claim.task_ids) as taken (task_id)
 cross join lateral (
     select id, name, queue, state, worker_id, fencing_token, attempt, retry_count, max_retries, crash_count, strikes,
-           suspect, on_crash, timeout_seconds, claimed_at, started_at, expires_at, cancel_asked_at
+           suspect, on_crash, timeout_seconds,
+           case when claimed_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then claimed_at
+                else clock_timestamp() end,
+           case when started_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then started_at end,
+           expires_at, case when cancel_asked_at is not null then clock_timestamp() end
       from tasklib.tasks
      where tasks.id = taken.task_id and tasks.worker_id = $1::text
     offset 0) as task
@@ -43,9 +47,13 @@ delete from tasklib.claims as claim
 -- Attempts of a worker that has died: it may have written some without having counted them.
 -- name: written
 select attempt.task_id, attempt.fencing_token, task.name, task.queue, attempt.outcome, attempt.will_retry,
-       extract(epoch from attempt.finished_at - attempt.started_at)::double precision
+       case when isfinite(attempt.started_at) and isfinite(attempt.finished_at)
+            then extract(epoch from attempt.finished_at - attempt.started_at)::double precision else 0 end,
+       attempt.failed_reason, task.state = 'buried' and task.fencing_token = attempt.fencing_token
 from tasklib.task_attempts as attempt
-cross join lateral (select name, queue from tasklib.tasks where id = attempt.task_id offset 0) as task
+cross join lateral (
+    select name, queue, state, fencing_token from tasklib.tasks where id = attempt.task_id offset 0
+) as task
 where attempt.task_id = any($1::uuid[]) and attempt.worker_id = $2::text;
 
 

@@ -76,6 +76,34 @@ select coalesce(quote_ident(role.rolname), ''), coalesce(quote_ident(database.da
  order by 1, 2;
 
 
+-- Settings of these names that a role, a database, or a role in one has: name, value, role, database.
+-- name: role_settings
+select split_part(line, '=', 1), substr(line, strpos(line, '=') + 1), coalesce(quote_ident(role.rolname), ''),
+       coalesce(quote_ident(database.datname), '')
+  from pg_db_role_setting as given
+ cross join unnest(given.setconfig) as line
+  left join pg_roles as role on role.oid = given.setrole
+  left join pg_database as database on database.oid = given.setdatabase
+ where (given.setdatabase = 0 or database.datname = current_database()) and split_part(line, '=', 1) = any($1::text[])
+ order by 1, 3, 4;
+
+
+-- What this session began with, where that is not PostgreSQL's default. Not the present value: the doctor has set limits
+-- of its own for this transaction, of which the source is `session`.
+-- name: own_settings
+select name, reset_val || coalesce(unit, ''), source
+  from pg_settings
+ where name = any($1::text[]) and reset_val is distinct from boot_val;
+
+
+-- Tables on which row-level security is on, and whether it is for this role.
+-- name: row_security
+select class.relname::text, row_security_active(class.oid)
+  from pg_class as class join pg_namespace as namespace on namespace.oid = class.relnamespace
+ where namespace.nspname = $1 and class.relrowsecurity
+ order by 1;
+
+
 -- Each table with what autovacuum waits for: its own options where it has them, else the server's. 18 has an upper bound.
 -- name: tables
 select class.relname::text, class.relpersistence = 'u',
@@ -151,7 +179,7 @@ select worker_id, concurrency from tasklib.workers where died_at is null and lea
 -- Live workers by the process that they share connections with: a daemon, which has written a snapshot of each lately, or
 -- by themselves. The time is a subquery, or the index would not be used.
 -- name: live_processes
-select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::integer
+select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::bigint
   from (select worker_id, name, hostname, concurrency,
                worker_id in (select worker_id from tasklib.worker_states
                               where snapshot_at > (select clock_timestamp() - interval '1 minute')) as of_daemon
@@ -213,7 +241,8 @@ select task.id, task.name::text, claim.worker_id,
       select id, name, started_at, timeout_seconds from tasklib.tasks
        where tasks.id = held.task_id and tasks.worker_id = claim.worker_id and tasks.state = 'running'
       offset 0) as task
- where task.started_at + (task.timeout_seconds + $1::double precision) * interval '1 second' < clock_timestamp()
+ where isfinite(task.started_at)
+   and extract(epoch from clock_timestamp() - task.started_at)::double precision > task.timeout_seconds + $1::double precision
  order by 4 desc;
 
 

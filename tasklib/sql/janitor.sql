@@ -25,3 +25,24 @@ with page as materialized (
     returning 1
 )
 select (select id from page order by id desc limit 1), (select count(*) from gone);
+
+
+-- The keys of a page, and those of them that are old enough by key: for when PostgreSQL refuses to delete one of them,
+-- because a table of the user's refers to it, for instance.
+-- name: page
+select id from tasklib.tasks where id > $1::uuid and id < $2::uuid order by id limit (select $3::integer);
+
+
+-- name: prune_given
+with gone as (
+    delete from tasklib.tasks
+     where ctid = any(array(
+         select ctid from tasklib.tasks
+          where id = any($1::uuid[]) and workflow_id is null
+            and completed_at < clock_timestamp() - interval '1 second'
+                * case when state in ('completed', 'cancelled', 'expired') then $2::double precision
+                       when state = 'failed' then $3::double precision end
+          for update skip locked))
+    returning 1
+)
+select count(*) from gone;

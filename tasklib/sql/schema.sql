@@ -1,4 +1,8 @@
 -- What the migrations and functions amount to. Written by `python3 dev.py schema`; compared by a test.
+-- domain given_crash_policy text CHECK ((VALUE = ANY (ARRAY['retry'::text, 'fail'::text])))
+-- domain given_name text not null
+-- domain given_retries integer CHECK ((VALUE >= 0))
+-- domain given_timeout double precision CHECK (((VALUE > (0)::double precision) AND (VALUE <= ('3153600000'::bigint)::double precision)))
 -- domain moment timestamp with time zone CHECK (((VALUE >= '0001-01-02 00:00:00+00'::timestamp with time zone) AND (VALUE <= '9999-12-30 00:00:00+00'::timestamp with time zone)))
 -- domain queue_name text CHECK (((VALUE ~ '^[a-z0-9_.-]+$'::text) AND (octet_length(VALUE) <= 48)))
 -- domain task_args jsonb CHECK ((jsonb_typeof(VALUE) = ANY (ARRAY['object'::text, 'array'::text]))) CHECK ((pg_column_size(VALUE) <= 8388608))
@@ -7,10 +11,12 @@
 -- domain task_name text CHECK (((VALUE ~ '^[A-Za-z_][A-Za-z0-9_.:-]*$'::text) AND (octet_length(VALUE) <= 200)))
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
 -- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 8af88bb04446c259367c7f18feafcc8a
+-- function caller() returns name for public ad9fb0d65709c506d7eadeb7a2633439
 -- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
--- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off for public 1647e6806bc2bd6b58558bff274c4dee
+-- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
+-- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9c5ff910f150d70dd5489d6fddce4b59
@@ -18,12 +24,12 @@
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
--- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 9d586bffb8c4531a515467e89f951ca6
+-- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp c0907369fed16ae4de86468bffa649bc
 -- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 2aae641dd0c9b314ee13e038571fae0f
--- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 4fd9023454f6fab7e0994c673ba598f0
--- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b2890be0336614262ceb121f6b119037
+-- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 7e4186117e04fd3cd203b007172565c4
+-- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b3918c8ef826dcc0017102514b86db8a
 -- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off jit=off c14f4156b345355c0ac84c856588d6ec
--- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 95a041f63d288534fea267a94a6b5984
+-- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 35a37523e755adbbbf47ae6afd632a63
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- table attempts column attempt integer not null default null
@@ -40,6 +46,7 @@
 -- table attempts column worker_id text not null default null
 -- table attempts column worker_pid integer default null
 -- table attempts column worker_process_name text default null
+-- table attempts constraint attempts_numbers_bounded CHECK (((attempt >= 0) AND (attempt <= 1000000000) AND (fencing_token >= 0) AND (fencing_token <= '4611686018427387904'::bigint) AND (LEAST(started_at, finished_at) >= '0001-01-02 00:00:00+00'::timestamp with time zone) AND (GREATEST(started_at, finished_at) <= '9999-12-30 00:00:00+00'::timestamp with time zone))) NOT VALID
 -- table attempts constraint attempts_outcome_known CHECK ((outcome = ANY (ARRAY['COMPLETED'::text, 'FAILED'::text, 'WORKER_FAILURE'::text, 'TIMED_OUT'::text, 'CANCELLED'::text, 'SNOOZED'::text, 'INTERRUPTED'::text, 'LEASE_LOST'::text])))
 -- table attempts constraint attempts_pkey PRIMARY KEY (task_id, attempt)
 -- table attempts index CREATE UNIQUE INDEX attempts_pkey ON tasklib.attempts USING btree (task_id, attempt)
@@ -54,7 +61,7 @@
 -- table elections column term bigint not null default null
 -- table elections column until timestamp with time zone not null default null
 -- table elections constraint elections_pkey PRIMARY KEY (name)
--- table elections constraint elections_term_counted CHECK ((term > 0))
+-- table elections constraint elections_term_counted CHECK (((term >= 1) AND (term <= '4611686018427387904'::bigint)))
 -- table elections index CREATE UNIQUE INDEX elections_pkey ON tasklib.elections USING btree (name)
 -- table schema_migrations column applied_at timestamp with time zone not null default clock_timestamp()
 -- table schema_migrations column applied_by text not null default SESSION_USER
@@ -82,6 +89,7 @@
 -- table task_rollups column timed_out bigint not null default 0
 -- table task_rollups column waited double precision not null default 0
 -- table task_rollups column waits bigint[] default null
+-- table task_rollups constraint task_rollups_numbers_bounded CHECK (((LEAST(completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried) >= 0) AND (GREATEST(completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried) <= '1000000000000'::bigint) AND (LEAST(seconds, waited) >= (0)::double precision) AND (GREATEST(seconds, waited) <= ('1000000000000000'::numeric)::double precision) AND (0 <= ALL (durations)) AND ('1000000000000'::bigint >= ALL (durations)) AND (0 <= ALL (waits)) AND ('1000000000000'::bigint >= ALL (waits))))
 -- table task_rollups constraint task_rollups_pkey PRIMARY KEY (minute, name, queue)
 -- table task_rollups index CREATE UNIQUE INDEX task_rollups_pkey ON tasklib.task_rollups USING btree (minute, name, queue)
 -- table tasks column args tasklib.task_args not null default '{}'::jsonb
@@ -130,14 +138,16 @@
 -- table tasks column trace_headers jsonb default null
 -- table tasks column worker_id text default null
 -- table tasks column workflow_id uuid default null
--- table tasks constraint tasks_counts_whole CHECK (((retry_count >= 0) AND (max_retries >= 0) AND (attempt >= 0) AND (crash_count >= 0) AND (strikes >= 0) AND (pending_parents >= 0) AND (fencing_token >= 0))) NOT VALID
+-- table tasks constraint tasks_counts_whole CHECK (((LEAST(retry_count, max_retries, attempt, crash_count, strikes, pending_parents) >= 0) AND (GREATEST(attempt, crash_count, strikes) <= 1000000000) AND (fencing_token >= 0) AND (fencing_token <= '4611686018427387904'::bigint))) NOT VALID
 -- table tasks constraint tasks_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
 -- table tasks constraint tasks_pkey PRIMARY KEY (id)
 -- table tasks constraint tasks_resolution_whole CHECK ( CASE WHEN (resolved_at IS NULL) THEN ((resolved_by IS NULL) AND (resolution_note IS NULL)) ELSE ((resolved_by IS NOT NULL) AND (state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)) END) NOT VALID
 -- table tasks constraint tasks_state_whole CHECK ( CASE WHEN ((state = 'claimed'::text) OR (state = 'running'::text)) THEN ((worker_id IS NOT NULL) AND (claimed_at IS NOT NULL) AND (locked_until IS NOT NULL) AND (fencing_token > 0) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL) AND (completed_at IS NULL)) WHEN ((worker_id IS NOT NULL) OR (claimed_at IS NOT NULL) OR (locked_until IS NOT NULL)) THEN false WHEN (state = 'completed'::text) THEN ((completed_at IS NOT NULL) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL)) WHEN ((state = 'pending'::text) OR ((state = 'failed'::text) AND (next_retry_at IS NOT NULL))) THEN ((completed_at IS NULL) AND ((NOT ready) OR (pending_parents = 0)) AND ((due_at IS NOT NULL) OR ((expires_at IS NULL) AND (ready OR (pending_parents > 0)))) AND CASE state WHEN 'pending'::text THEN (next_retry_at IS NULL) ELSE (error_code IS NOT NULL) END) WHEN (state = ANY (ARRAY['failed'::text, 'cancelled'::text, 'expired'::text, 'buried'::text])) THEN ((completed_at IS NOT NULL) AND (error_code IS NOT NULL) AND (NOT ready) AND (due_at IS NULL) AND (next_retry_at IS NULL)) ELSE false END) NOT VALID
--- table tasks constraint tasks_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds < 'Infinity'::double precision)))
+-- table tasks constraint tasks_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds <= ('3153600000'::bigint)::double precision))) NOT VALID
+-- table tasks constraint tasks_times_in_calendar CHECK (((LEAST(started_at, completed_at, claimed_at, locked_until, cancel_asked_at, resolved_at) >= '0001-01-02 00:00:00+00'::timestamp with time zone) AND (GREATEST(started_at, completed_at, claimed_at, locked_until, cancel_asked_at, resolved_at) <= '9999-12-30 00:00:00+00'::timestamp with time zone))) NOT VALID
 -- table tasks index CREATE INDEX tasks_claim ON tasklib.tasks USING btree (queue, priority DESC, created_at, id) WHERE ready
 -- table tasks index CREATE INDEX tasks_due ON tasklib.tasks USING btree (due_at) WHERE (due_at IS NOT NULL)
+-- table tasks index CREATE INDEX tasks_suspects ON tasklib.tasks USING btree (priority DESC, created_at, id) WHERE (ready AND suspect)
 -- table tasks index CREATE INDEX tasks_unsuccessful ON tasklib.tasks USING btree (id) WHERE (error_code IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_idempotency_key ON tasklib.tasks USING btree (idempotency_key) WHERE (idempotency_key IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_pkey ON tasklib.tasks USING btree (id)
@@ -164,6 +174,7 @@
 -- table worker_states column tasks_running integer not null default null
 -- table worker_states column worker_id text not null default null
 -- table worker_states column worker_started_at timestamp with time zone default null
+-- table worker_states constraint worker_states_numbers_bounded CHECK (((pid >= 0) AND (processes >= 0) AND (tasks_running >= 0) AND (tasks_claimed >= 0) AND ((memory_usage_mb IS NULL) OR ((memory_usage_mb >= (0)::double precision) AND (memory_usage_mb <= ('1000000000000000'::numeric)::double precision))) AND ((memory_percent IS NULL) OR ((memory_percent >= (0)::double precision) AND (memory_percent <= ('1000000000000000'::numeric)::double precision))) AND ((cpu_percent IS NULL) OR ((cpu_percent >= (0)::double precision) AND (cpu_percent <= ('1000000000000000'::numeric)::double precision))))) NOT VALID
 -- table worker_states constraint worker_states_pkey PRIMARY KEY (id)
 -- table worker_states index CREATE INDEX worker_states_time ON tasklib.worker_states USING btree (snapshot_at)
 -- table worker_states index CREATE UNIQUE INDEX worker_states_pkey ON tasklib.worker_states USING btree (id)
@@ -180,6 +191,7 @@
 -- table workers column stopping boolean not null default false
 -- table workers column task_names text[] not null default null
 -- table workers column worker_id text not null default null
+-- table workers constraint workers_numbers_bounded CHECK (((concurrency >= 0) AND (concurrency <= 1000000000) AND (pid >= 0)))
 -- table workers constraint workers_pkey PRIMARY KEY (worker_id)
 -- table workers index CREATE UNIQUE INDEX workers_pkey ON tasklib.workers USING btree (worker_id)
 -- view folded_attempts SELECT id AS task_id, fencing_token, started_at, completed_at AS finished_at, attempt, (completed_by).pid AS worker_pid, false AS will_retry, 'COMPLETED'::text AS outcome, (completed_by).worker_id AS worker_id, (completed_by).hostname AS worker_hostname, (completed_by).process_name AS worker_process_name, NULL::text AS error_code, NULL::text AS error_message, NULL::text AS failed_reason FROM tasklib.tasks WHERE ((completed_by).worker_id IS NOT NULL);

@@ -32,13 +32,15 @@ create table if not exists tasklib.schema_migrations (
 
 
 -- A query, not to_regclass: that answers from the backend's cache, which does not hear of a schema that was made
--- while this transaction waited for the lock.
+-- while this transaction waited for the lock. Asked before the search_path is set, so that every name has its schema.
 -- name: exists
 select exists (
-    select from pg_class as class join pg_namespace as namespace on namespace.oid = class.relnamespace
-    where namespace.nspname = $1 and class.relname = 'schema_migrations');
+    select from pg_catalog.pg_class as class
+    join pg_catalog.pg_namespace as namespace on namespace.oid operator(pg_catalog.=) class.relnamespace
+    where namespace.nspname operator(pg_catalog.=) $1 and class.relname operator(pg_catalog.=) 'schema_migrations');
 
 
+-- As above.
 -- name: applied
 select version, name, phase, checksum, revision from tasklib.schema_migrations order by version;
 
@@ -57,8 +59,9 @@ with own as (
     select oid from pg_namespace where nspname = $1
 ), lines as (
     select 'domain ' || type.typname || ' ' || format_type(type.typbasetype, type.typtypmod)
+           || case when type.typnotnull then ' not null' else '' end
            || coalesce(' ' || string_agg(pg_get_constraintdef(con.oid), ' ' order by con.conname), '') as line
-    from pg_type as type left join pg_constraint as con on con.contypid = type.oid
+    from pg_type as type left join pg_constraint as con on con.contypid = type.oid and con.contype <> 'n'
     where type.typnamespace in (select oid from own) and type.typtype = 'd'
     group by type.oid
     union all

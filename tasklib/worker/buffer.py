@@ -1,7 +1,8 @@
 """What a worker holds: tasks that wait for a slot, tasks that execute, and tasks whose end is not committed yet.
 
-Invariants: never more executing than slots; a suspect executes alone; nothing starts without a valid lease, after a
-stop, or before claims were checked after a reconnect. All under one lock; runners take, the claimer adds.
+Invariants: never more executing than slots; a suspect executes alone, or in a process of its own; nothing starts
+without a valid lease, after a stop, or before claims were checked after a reconnect. All under one lock; runners take,
+the claimer adds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots: several round trip
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 HOARD_SECONDS = 0.5  # when nothing has started for so long, what waits goes back to the queue
 LATE_SECONDS = 1.0  # what would wait for longer, as tasks have taken lately, goes back too
-LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty
+LONE_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty, or for a process
+DRAIN_SECONDS = 0.25  # how long others wait for a suspect that can have a process instead
+CAREFUL_SECONDS = 0.05  # after so long, the next free slot is for one that has to be marked or loaded first
+MOST_LOADED_BYTES = 64 * 1024 * 1024  # of large arguments: then no more are loaded beside them
 
 
 def wanted(concurrency: int, average_seconds: float | None, fixed: int | None) -> int:
@@ -36,6 +40,10 @@ def wanted(concurrency: int, average_seconds: float | None, fixed: int | None) -
     return concurrency + min(int(ahead), LARGEST_BUFFER)
 
 
+def _has_waited(suspect: Execution, now: float) -> bool:
+    return now - suspect.waits_since > (LONE_PATIENCE_SECONDS if suspect.is_patient else DRAIN_SECONDS)
+
+
 class Buffer:
     def __init__(self, concurrency: int, may_start: Callable[[], bool]) -> None:
         self.concurrency = concurrency
@@ -43,7 +51,7 @@ class Buffer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # by is_coroutine
-        self._careful: deque[Execution] = deque()  # those that must be marked first, or run alone
+        self._careful: deque[Execution] = deque()  # those that must be marked or loaded first, or be alone
         self._admitted: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # marked, with a slot
         # By execution, not by task: one that goes back at once may be claimed again before its end is noted here.
         self._executing: dict[Execution, None] = {}
@@ -61,6 +69,7 @@ class Buffer:
         self.on_work: dict[bool, Callable[[], None]] = {False: lambda: None, True: lambda: None}
         self.on_free: Callable[[], None] = lambda: None  # a careful one may be able to start
         self.on_settled: Callable[[Collection[Execution]], None] = lambda _: None
+        self.is_behind: Callable[[], bool] = lambda: False  # too much waits to be written
 
     # --- the claimer's side ---
 
@@ -69,17 +78,37 @@ class Buffer:
         its while: claims are cheaper in batches.
         """
         with self._lock:
-            if not self._may_take or self._suspect_is_next() or self._suspect_executes():
+            if not self._may_take or self._lone_is_next() or self._lone_executes():
                 return 0  # what would come has to wait
             held = len(self._executing) + self._waiting_count()
             if self._is_stuck:
                 return 1 if held == len(self._executing) < self.concurrency else 0
-            if len(self._unsettled) - held > MOST_UNSETTLED:
+            if len(self._unsettled) - held > MOST_UNSETTLED or self.is_behind():
                 return 0
             most = wanted(self.concurrency, self._average_seconds, fixed)
             ahead = most - self.concurrency
             self._refill_at = ahead - min((ahead + 1) // 2, WORTHWHILE_CLAIM)
             return max(most - held, 0) if self._is_short() else 0
+
+    def room_for_suspects(
+        self, *, processes_are_ready: bool, processes_are_offered: bool = False, is_last_resort: bool = False
+    ) -> int:
+        """How many suspects to claim. One for each free slot, if they can have processes of their own. One, if that may
+        become so soon, or if the worker is empty soon. As a last resort, one also if neither is so.
+        """
+        with self._lock:
+            if not self._may_take or not self._may_start() or self._lone_executes():
+                return 0
+            if any(each.task.suspect for each in self._careful):
+                return 0  # one after the other
+            free = max(self.concurrency - len(self._executing) - len(self._careful), 0)
+            if processes_are_ready and free:
+                return free
+            return int(self._is_empty_soon() or (processes_are_offered and free > 0) or is_last_resort)
+
+    def is_empty_soon(self) -> bool:
+        with self._lock:
+            return self._is_empty_soon()
 
     def add(self, executions: Iterable[Execution]) -> list[Execution]:
         """Those that came too late, because the worker stops or pauses, are handed back."""
@@ -88,8 +117,8 @@ class Buffer:
             for each in executions:
                 self._unsettled[each] = None
                 self._claims[each.claimed.claim_id] += 1
-                if each.needs_mark:
-                    self._careful.append(each)
+                if each.needs_care:
+                    self._put_careful(each)
                 else:
                     self._waiting[each.is_coroutine].append(each)
                     kinds.add(each.is_coroutine)
@@ -101,18 +130,33 @@ class Buffer:
             self.on_work[is_coroutine]()
         return late
 
+    def waiting_suspects(self) -> list[Execution]:
+        with self._lock:
+            return [each for each in self._careful if each.task.suspect]
+
     def next_careful(self) -> Execution | None:
-        """The next one that has to be marked before it starts, if it may start now. Its slot is taken from here on."""
+        """The next one that cannot start as it is, if there is a place for it. Its slot is taken from here on."""
         with self._lock:
             if not self._careful or not self._may_take or not self._may_start():
                 return None
-            limit = 1 if self._careful[0].task.suspect else self.concurrency
-            if len(self._executing) >= limit or self._suspect_executes():
-                return None
-            first = self._careful.popleft()
-            self._executing[first] = None
-            self._last_take = time.monotonic()
-            return first
+            now = time.monotonic()
+            fitting = (each for each in self._careful if each.not_before <= now and self._fits(each))
+            found = next(fitting, None)
+            if found is not None:
+                self._careful.remove(found)
+                self._executing[found] = None
+                self._last_take = now
+            return found
+
+    def put_back(self, execution: Execution, seconds: float) -> bool:
+        """Somebody has locked its row: it is tried again after this time. False: the worker stops or pauses."""
+        with self._lock:
+            self._executing.pop(execution, None)
+            if not self._may_take:
+                return False
+            execution.not_before = time.monotonic() + seconds
+            self._put_careful(execution)
+            return True
 
     def admit(self, execution: Execution) -> bool:
         """It is marked: the next free runner takes it, in the slot that it has. False: the worker stops or pauses."""
@@ -131,15 +175,18 @@ class Buffer:
         with self._lock:
             if not self._waiting_count():
                 return []
-            if time.monotonic() - self._last_take < HOARD_SECONDS:
+            now = time.monotonic()
+            if suspects := [each for each in self._careful if each.task.suspect and _has_waited(each, now)]:
+                return self._pop(suspects)
+            if now - self._last_take < HOARD_SECONDS:
                 return self._pop_late() if fixed is None else []
-            if self._suspect_is_next():
-                impatient = time.monotonic() - self._last_take > LONE_PATIENCE_SECONDS
-                return self._pop_waiting() if impatient else []
-            if not self._may_start():
+            others = [
+                each for each in self._all_waiting() if each.is_loaded and not each.task.suspect and not each.is_blocked
+            ]
+            if not others or not self._may_start():
                 return []
             self._is_stuck = True  # until something starts or ends: what goes back must not come back at once
-            return self._pop_waiting()
+            return self._pop(others)
 
     # --- the runners' side ---
 
@@ -289,7 +336,7 @@ class Buffer:
         admitted, lane = self._admitted[is_coroutine], self._waiting[is_coroutine]
         taken = [admitted.popleft() for _ in range(min(len(admitted), most))]
         free = min(most - len(taken), len(lane), self.concurrency - len(self._executing))
-        if free > 0 and not self._suspect_executes() and not self._suspect_is_next():
+        if free > 0 and not self._lone_executes() and not (self._careful and self._is_held_back()):
             started = [lane.popleft() for _ in range(free)]
             self._executing.update(dict.fromkeys(started))
             self._is_stuck = False
@@ -313,19 +360,56 @@ class Buffer:
         """How many of each claim."""
         return Counter([each.claimed.claim_id for each in executions if each in self._unsettled])
 
-    def _suspect_executes(self) -> bool:
-        return len(self._executing) == 1 and next(iter(self._executing)).task.suspect
+    def _lone_executes(self) -> bool:
+        return len(self._executing) == 1 and next(iter(self._executing)).must_be_alone
 
     def _is_short(self) -> bool:
         """There is room for a claim that is worth its while, or a slot has nothing to run."""
         waiting = self._waiting_count()
         return waiting <= self._refill_at or waiting < self.concurrency - len(self._executing)
 
-    def _suspect_is_next(self) -> bool:
-        return bool(self._careful) and self._careful[0].task.suspect
+    def _is_empty_soon(self) -> bool:
+        """All that executes has begun just now: it may be short."""
+        since = time.monotonic() - DRAIN_SECONDS
+        return all(each.started > since for each in self._executing)
+
+    def _put_careful(self, execution: Execution) -> None:
+        """Suspects first: they have begun once."""
+        execution.waits_since = min(execution.waits_since, time.monotonic())
+        suspects = sum(each.task.suspect for each in self._careful)
+        self._careful.insert(suspects if execution.task.suspect else len(self._careful), execution)
+
+    def _fits(self, execution: Execution) -> bool:
+        """There is a slot for it, and room for what it has to load."""
+        if execution.must_be_alone:
+            return not self._executing
+        if len(self._executing) >= self.concurrency or self._lone_executes():
+            return False
+        return execution.is_loaded or sum(each.loaded_bytes for each in self._executing) < MOST_LOADED_BYTES
+
+    def _lone_is_next(self) -> bool:
+        """Nothing starts meanwhile: it waits for the worker to be empty. One that may have a process of its own instead
+        does not hold up the others for long.
+        """
+        since = time.monotonic() - DRAIN_SECONDS
+        return any(
+            each.must_be_alone and (not each.may_have_own_process or each.waits_since > since) for each in self._careful
+        )
+
+    def _is_held_back(self) -> bool:
+        """What could start at once waits for one that cannot: otherwise that one would never find a free slot."""
+        if self._lone_is_next():
+            return True
+        now = time.monotonic()
+        return any(
+            each.waits_since < now - CAREFUL_SECONDS and each.not_before <= now and self._fits(each)
+            for each in self._careful
+        )
 
     def _waiting_count(self) -> int:
-        return len(self._waiting[False]) + len(self._waiting[True]) + len(self._careful)
+        """Without those whose rows somebody has locked: they take nobody's place."""
+        careful = sum(not each.is_blocked for each in self._careful) if self._careful else 0
+        return len(self._waiting[False]) + len(self._waiting[True]) + careful
 
     def _all_waiting(self) -> list[Execution]:
         return [each for lane in self._lanes() for each in lane]

@@ -11,42 +11,71 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psycopg
 
+from tasklib.connection import is_about_rows, is_connection_lost
+from tasklib.duties.apart import Aside, first_line
+from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log
 from tasklib.options import DEFAULT_QUEUE
-from tasklib.outcomes import Expired, Interrupted, StopInterrupt
+from tasklib.outcomes import Expired, Failed, Interrupted, Rules, StopInterrupt, decide
+from tasklib.statements import MixedClaim
+from tasklib.states import State
 from tasklib.worker.buffer import HOARD_SECONDS
-from tasklib.worker.execution import Execution
+from tasklib.worker.execution import MOST_CONTAINED_RUNS, Execution
+from tasklib.worker.problems import problem_of
+from tasklib.worker.settler import grouped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from uuid import UUID
 
     from tasklib.duties.promoter import Promoter
-    from tasklib.outcomes import Outcome
+    from tasklib.outcomes import HeldTask, Outcome
     from tasklib.registry import Registry
-    from tasklib.statements import Claim, ClaimedTask, Place, Row, WorkerStatements
+    from tasklib.statements import Claim, ClaimedTask, Place, Statement, WorkerStatements
     from tasklib.task import TaskFunction
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import DatabaseClock
     from tasklib.worker.doorbell import Doorbell
     from tasklib.worker.finisher import Finisher
     from tasklib.worker.lease import Lease
+    from tasklib.worker.processes import Processes
     from tasklib.worker.session import Session
     from tasklib.worker.tally import Found, Tally
 
 PROMOTE_EVERY_SECONDS = 0.5  # at most, while there is other work
-SUSPECTS_EVERY_SECONDS = 10.0  # for a worker that is never idle
-NO_SUSPECTS_SECONDS = 60.0  # after one that could not be alone
+SUSPECTS_EVERY_SECONDS = 0.25  # a worker that is never idle looks for suspects
+HOPELESS_SUSPECTS_EVERY_SECONDS = 10.0  # also if it is not likely to be empty soon
+NO_SUSPECTS_SECONDS = 1.0  # after one that could not be alone as soon as it had seemed
+NO_HOPE_SECONDS = 60.0  # after one that could not be alone at all
 CLAIM_LIMIT = 1_000  # the most that the statement takes
+ELSEWHERE_EVERY_SECONDS = 1.0  # a worker whose queues are never empty looks at others
+MOST_LIKELY_QUEUES = 10  # with a claim of their own at each look; others share one
+SHARES = 10  # a claim from many queues takes at most a tenth of its limit from each
+CAREFUL_PAUSE_SECONDS = 0.05  # until it is looked again whether one that waits for something can start
+LOCKED_PAUSE_SECONDS = 0.1  # until one is tried again whose row somebody has locked
 BUSY_SECONDS = 0.05  # of work without a break: then nobody needs to ring
 BREAK_SECONDS = 0.001  # of sleep
 NAP_SECONDS = 0.001  # between two looks while every look finds something, and nobody rings
 FLOOR_SECONDS = 1.0  # what was submitted before it may be overlooked for so long
 FLOOR_MARGIN_SECONDS = 0.001  # a date is no exact number
+MOST_CLAIM_TRIES = 50  # until a row that is refused must have been found
 LATE_COMMIT_SECONDS = 10.0  # a claim that was given up may still commit: it is looked for once more
+
+
+AnyClaim = TypeVar("AnyClaim", "Claim", MixedClaim)
+
+
+class Reading(NamedTuple):
+    """The names and queues of the functions in a registry, read at one revision of it."""
+
+    revision: int
+    names: list[str]
+    likely_queues: list[str]
 
 
 class Menu:
@@ -58,26 +87,42 @@ class Menu:
         self._names = None if names is None else sorted(set(names))
         self._found: list[str] = []
         self._is_coroutine: dict[str, bool] = {}
+        self._reading: Reading | None = None
 
     def names(self) -> list[str]:
-        return self._names if self._names is not None else sorted(each.name for each in self._registry)
+        return self._read().names if self._names is None else self._names
 
     def likely_queues(self) -> list[str]:
-        """The given ones; else those of the functions, and those in which something was found. At least one: a worker
-        of no functions promotes all the same, and it is a claim that says what is due.
+        """Those that are looked at one by one: the given ones, or those of the functions; and those in which much was
+        found. At least one: a worker of no functions promotes all the same, and it is a claim that says what is due.
+        Only a few: their number is the users' to choose.
         """
-        if self.queues is not None:
-            return self.queues
-        names = set(self.names())
-        own = (each.task_options.queue for each in self._registry if each.name in names)
-        return list(dict.fromkeys([*own, *self._found])) or [DEFAULT_QUEUE]
+        return self._read().likely_queues
 
-    def found(self, queues: Iterable[str]) -> list[str]:
-        """Those that were not thought of. Only the last few are kept in mind: their number is the users' to choose."""
-        likely = self.likely_queues()
-        new = [queue for queue in queues if queue not in likely]
-        self._found = (new + self._found)[:10]
-        return new
+    @property
+    def serves_others(self) -> bool:
+        """Queues that are not among the likely ones."""
+        return self.queues is None or len(self.queues) > len(self.likely_queues())
+
+    def is_busy(self, queue: str) -> None:
+        """It is worth a look of its own from now on."""
+        if queue not in self.likely_queues():
+            self._found = [queue, *self._found][:MOST_LIKELY_QUEUES]
+            self._reading = None
+
+    def _read(self) -> Reading:
+        """The last reading, while it holds. It is replaced as a whole: several threads ask."""
+        reading, revision = self._reading, self._registry.revision
+        if reading is None or reading.revision != revision:
+            registered = sorted(each.name for each in self._registry)
+            names = set(self._names if self._names is not None else registered)
+            own = (each.task_options.queue for each in self._registry if each.name in names)
+            declared = list(dict.fromkeys(self.queues if self.queues is not None else own)) or [DEFAULT_QUEUE]
+            if len(declared) > MOST_LIKELY_QUEUES:
+                declared = [DEFAULT_QUEUE] if DEFAULT_QUEUE in declared else declared[:1]
+            reading = Reading(revision, registered, list(dict.fromkeys([*declared, *self._found])))
+            self._reading = reading
+        return reading
 
     def executions(self, tasks: Iterable[ClaimedTask]) -> list[Execution]:
         kinds: dict[str, tuple[TaskFunction[..., Any] | None, bool]] = {}
@@ -101,10 +146,13 @@ class Menu:
             self._is_coroutine[name] = not is_alone and is_async(function.function)
         return function, self._is_coroutine[name]
 
+    def functions(self) -> list[TaskFunction[..., Any]]:
+        names = set(self.names())
+        return [each for each in self._registry if each.name in names]
+
     def isolated(self) -> list[TaskFunction[..., Any]]:
         """Those that want a process of their own."""
-        names = set(self.names())
-        return [each for each in self._registry if each.name in names and each.task_options.isolation == "process"]
+        return [each for each in self.functions() if each.task_options.isolation == "process"]
 
 
 def is_async(function: Callable[..., object]) -> bool:
@@ -148,6 +196,7 @@ class Claimer:
         lease: Lease,
         clock: DatabaseClock,
         finisher: Finisher,
+        processes: Processes,
         promoter: Promoter,
         doorbell: Doorbell,
         is_rung: Callable[[], bool],
@@ -163,6 +212,8 @@ class Claimer:
         self._lease = lease
         self._clock = clock
         self._finisher = finisher
+        self._processes = processes
+        self._settling = Settling(session, statements)
         self._promoter = promoter
         self._doorbell = doorbell
         self._is_rung = is_rung
@@ -179,12 +230,18 @@ class Claimer:
         self._asleep_since = math.inf
         self._turn = 0
         self._promote_at = 0.0
-        self._other_queues: Sequence[str] = ()
+        self._has_elsewhere = False  # tasks were ready in queues that are not among the likely ones
+        self._elsewhere_at = 0.0
+        self._reached = ""  # the last queue of those that was looked at
         self._floors = Floors()
         self._compare_at = math.inf
-        self._no_suspects_until = 0.0
+        self._compared = 0  # the connection on which that was done
+        self._aside: Aside[UUID] = Aside()  # tasks whose rows PostgreSQL refuses to change
+        self._has_suspects = False  # as the last look found
         self._suspects_at = 0.0
-        self._left_suspects = False  # if there were any: the last look was not open to them
+        self._hopeless_at = time.monotonic() + HOPELESS_SUSPECTS_EVERY_SECONDS
+        self._is_last_resort = False  # the suspect that waits was claimed though the worker did not seem empty soon
+        self._no_suspects_until = 0.0
         self.is_open = True
         self.is_drained = False  # the last look found nothing to claim and nothing due
         self.claimed = 0  # in all; grows when they are in the buffer
@@ -199,8 +256,8 @@ class Claimer:
         return self._may_have_more
 
     def expects_more_when_idle(self) -> bool:
-        """Also suspects, which wait for a worker that has nothing else to do."""
-        return self._may_have_more or self._left_suspects
+        """Also suspects, which may wait for a worker that has nothing else to do."""
+        return self._may_have_more or self._has_suspects
 
     def distrust(self) -> None:
         """What is held has to be compared with the database before anything starts."""
@@ -219,14 +276,23 @@ class Claimer:
                 self._was_rung = False
                 self.on_full()
             return self._poll_seconds  # whoever regains it wakes us
-        if not self._is_checked or time.monotonic() >= self._compare_at:
+        if not self._is_checked or time.monotonic() >= self._compare_at or self._is_other_connection():
             self._compare_with_database()
             self._compare_at = math.inf
         self._give_back_hoarded()
         self._start_careful()
+        self._take_suspects()
         if self._is_due() and self._has_room():
             self._was_due = self._promote()
-        return self._look()
+        pause = self._look()
+        if self._has_suspects:
+            self._take_suspects()
+        return min(pause, CAREFUL_PAUSE_SECONDS) if self._buffer.has_careful() else pause
+
+    def _is_other_connection(self) -> bool:
+        """The database may be another one by now, which lacks what the last one had committed."""
+        self._session.connection()
+        return self._session.connections != self._compared
 
     def _look(self) -> float:
         """Answers when to look again. Nobody sleeps without a look that began after he could be rung for."""
@@ -309,14 +375,63 @@ class Claimer:
             return False
         self._may_have_more = False  # from before the look: a ring that comes meanwhile says otherwise
         before = self.claimed
-        is_short = self._claim_from(self._menu.likely_queues(), room)
-        # Not from none: it would count as a look that was not open to suspects, and be repeated.
-        if is_short and (found := self._menu.found(self._other_queues)):
-            is_short = self._claim_from(found, room - (self.claimed - before))
+        # Others first, once in a while: queues that are never empty must not keep them waiting.
+        looked = time.monotonic() >= self._elsewhere_at and self._menu.serves_others
+        is_short = self._claim_elsewhere(room // 2 or room) if looked else True
+        left = room - (self.claimed - before)
+        is_short = (self._claim_from(self._menu.likely_queues(), left) if left else False) and is_short
+        left = room - (self.claimed - before)
+        if is_short and self._has_elsewhere and not looked:
+            is_short = self._claim_elsewhere(left)
         self.is_drained = is_short and self.claimed == before
         if not is_short:
             self._may_have_more = True
         return is_short
+
+    def _claim_elsewhere(self, room: int) -> bool:
+        """From the queues that are not among the likely ones; it goes on where it was left off. True: there was room
+        left when they had no more.
+        """
+        self._elsewhere_at = time.monotonic() + ELSEWHERE_EVERY_SECONDS
+        began_after, has_turned = self._reached, not self._reached
+        while room:
+            claim = self._claim_page(room)
+            room -= len(claim.tasks)
+            self._reached = claim.reached or ""
+            if has_turned and (claim.reached is None or claim.reached >= began_after > ""):
+                break
+            has_turned = has_turned or claim.reached is None
+        return room > 0
+
+    def _claim_page(self, room: int) -> MixedClaim:
+        """From the next few queues. One that has much is worth a claim of its own from now on."""
+        share = max(room // SHARES, 1)
+        statement = self._statements.claim_each(
+            self._lease.worker_id, self._reached, self._menu.names(), room, share=share, served=self._menu.queues,
+            apart_from=self._menu.likely_queues(), aside=self._aside.current(),
+        )  # fmt: skip
+        try:
+            claim = self._take(statement)
+        except psycopg.Error as error:
+            if error.sqlstate is None or not is_about_rows(error):
+                raise
+            claim = self._claim_one_by_one(room, share)
+        for queue, count in Counter(task.held.queue for task in claim.tasks).items():
+            if count >= share > 1:
+                self._menu.is_busy(queue)
+        return claim
+
+    def _claim_one_by_one(self, room: int, share: int) -> MixedClaim:
+        """PostgreSQL refuses to change a row of one of these queues: which one, is found out for each by itself."""
+        ready = self._session.run(self._statements.ready_queues())
+        served, likely = self._menu.queues, self._menu.likely_queues()
+        others = [each for each in ready if (served is None or each in served) and each not in likely]
+        tasks: list[ClaimedTask] = []
+        for queue in (each for each in others if each > self._reached):
+            if len(tasks) >= room:
+                return MixedClaim(tasks, None, queue)
+            tasks += self._claim(queue, min(share, room - len(tasks))).tasks
+        return MixedClaim(tasks, None, None)
 
     def _claim_from(self, queues: Sequence[str], room: int) -> bool:
         """True: there was room left when they had no more. Another queue first each time: a full one must not keep the
@@ -324,23 +439,54 @@ class Claimer:
         """
         self._turn += 1
         first = self._turn % len(queues)
-        is_open_to_suspects = self._is_open_to_suspects()
         is_short, left = True, room
         for queue in [*queues[first:], *queues[:first]]:
             has_floor = self._floors.of(queue) is not None
-            claim = self._claim(queue, left, suspects=is_open_to_suspects and left == room, is_only=len(queues) == 1)
+            claim = self._claim(queue, left)
             left -= len(claim.tasks)
             is_short = is_short and claim.is_short and not has_floor
-            if left == 0 or any(task.held.suspect for task in claim.tasks):
-                return False  # no more beside a suspect
+            if left == 0:
+                return False
         return is_short
 
-    def _claim(self, queue: str, limit: int, *, suspects: bool, is_only: bool) -> Claim:
-        likely = self._menu.likely_queues() if self._menu.queues is None else None
-        statement = self._statements.claim(
-            self._lease.worker_id, queue, self._menu.names(), limit, suspects=suspects, queues=likely,
-            floor=self._floors.of(queue),
-        )  # fmt: skip
+    def _claim(self, queue: str, limit: int) -> Claim:
+        likely = self._menu.likely_queues() if self._menu.serves_others else None
+
+        def statement(limit: int) -> Statement[Claim]:
+            return self._statements.claim(
+                self._lease.worker_id, queue, self._menu.names(), limit, queues=likely, floor=self._floors.of(queue),
+                aside=self._aside.current(),
+            )  # fmt: skip
+
+        claim = self._send_claim(statement, limit, queue=queue)
+        if claim.is_short:
+            self._has_suspects, self._has_elsewhere = claim.has_suspects, claim.has_elsewhere
+        self._floors.note(queue, claim)
+        self._note_due(claim)
+        return claim
+
+    def _send_claim(
+        self, statement: Callable[[int], Statement[AnyClaim]], limit: int, *, queue: str | None
+    ) -> AnyClaim:
+        """From one queue; None: suspects, of all. What comes is in the buffer afterwards. While PostgreSQL refuses to
+        change one of the rows: half as many, until it is the first that is refused. That one is set aside.
+        """
+        accused: UUID | None = None
+        tries = 0  # since the last one that was found
+        while True:
+            try:
+                return self._take(statement(limit), queue)
+            except psycopg.Error as error:
+                tries += 1
+                if error.sqlstate is None or not is_about_rows(error) or tries == MOST_CLAIM_TRIES:
+                    raise
+                self._floors.forget()  # the first is to be the same for the next statement
+                if limit == 1:
+                    accused = self._accuse(queue, accused, error) or accused
+                    tries = 0 if accused in self._aside.current() else tries
+                limit = max(limit // 2, 1)
+
+    def _take(self, statement: Statement[AnyClaim], queue: str | None = None) -> AnyClaim:
         asked_at = time.monotonic()
         try:
             claim = self._session.run(statement)
@@ -349,17 +495,31 @@ class Claimer:
             self._compare_at = time.monotonic() + LATE_COMMIT_SECONDS
             raise
         seconds = time.monotonic() - asked_at
-        if claim.tasks:
+        if claim.tasks and claim.answered_at is not None:
             self._clock.set(claim.answered_at, asked_at)
-            # Before they can end: whoever is idle then looks for those that were left.
-            self._left_suspects = self._left_suspects or claim.left_suspects or not is_only
             self._add(claim.tasks)
             self.claimed += len(claim.tasks)
-        self._tally.claimed(queue, claim.tasks, self._found, seconds)
-        self._other_queues = claim.other_queues
-        self._floors.note(queue, claim)
-        self._note_due(claim)
+        by_queue = grouped(claim.tasks, lambda task: task.held.queue) if queue is None else {queue: claim.tasks}
+        for each, tasks in by_queue.items():
+            self._tally.claimed(each, tasks, self._found, seconds)
         return claim
+
+    def _accuse(self, queue: str | None, accused: UUID | None, error: psycopg.Error) -> UUID | None:
+        """The first in the queue, or of the suspects. If it was the first before the claim, too, it was refused. None:
+        somebody else has it at the moment, and may be finding out the same.
+        """
+        queues = self._menu.queues if queue is None else [queue]
+        head = self._session.run(
+            self._statements.head(queues, self._menu.names(), suspects=queue is None, aside=self._aside.current())
+        )
+        if head is None:
+            return None
+        task_id, name = head
+        if task_id == accused:
+            self._aside.add(task_id)
+            log.error("task.not_claimed", task=name, task_id=task_id, error=first_line(error))
+            return None
+        return task_id
 
     def _note_due(self, claim: Claim) -> None:
         """A claim that came back full says nothing of it: who always has work asks as often as who polls."""
@@ -368,17 +528,34 @@ class Claimer:
         else:
             self._promote_at = time.monotonic() + (math.inf if claim.due_seconds is None else claim.due_seconds)
 
-    def _is_open_to_suspects(self) -> bool:
-        """One at a time, by who has nothing else to do; now and then also by who has, or under a steady load nobody
-        would. What waits for company to end holds up everything behind it.
+    def _take_suspects(self) -> None:
+        """Before other tasks, and beside any backlog: a suspect had begun once. It needs a worker that is empty, or a
+        process of its own. A worker that can offer neither soon leaves it to the others, unless nobody else seems to be
+        able to either.
         """
         now = time.monotonic()
-        self._left_suspects = True  # before it is asked who is idle: whoever becomes so meanwhile looks again
-        if now <= self._no_suspects_until or (now < self._suspects_at and not self._buffer.is_idle()):
-            return False
-        self._left_suspects = False
+        is_due = self._has_suspects or now >= self._suspects_at
+        if not self.is_open or not is_due or (now <= self._no_suspects_until and not self._buffer.is_idle()):
+            return
+        room = self._buffer.room_for_suspects(
+            processes_are_ready=self._processes.is_ready(), processes_are_offered=self._processes.is_offered,
+            is_last_resort=now >= self._hopeless_at,
+        )  # fmt: skip
+        if not room:
+            return
+        self._is_last_resort = not self._buffer.is_empty_soon()
         self._suspects_at = now + SUSPECTS_EVERY_SECONDS
-        return True
+        self._hopeless_at = now + HOPELESS_SUSPECTS_EVERY_SECONDS
+
+        def statement(limit: int) -> Statement[MixedClaim]:
+            return self._statements.claim_suspects(
+                self._lease.worker_id, self._menu.queues, self._menu.names(), limit, self._aside.current()
+            )
+
+        claim = self._send_claim(statement, room, queue=None)
+        self._has_suspects = len(claim.tasks) == room
+        if self._has_suspects:
+            self._processes.prepare()  # there may be more, and one after the other would take long
 
     def _add(self, tasks: Sequence[ClaimedTask]) -> None:
         for late in self._buffer.add(self._menu.executions(tasks)):
@@ -398,29 +575,76 @@ class Claimer:
         return promotion.promoted > 0
 
     def _start_careful(self) -> None:
+        """What cannot start as it is: its arguments are fetched, it is marked as running, and it is given a process."""
+        if not self._buffer.has_careful():
+            return
+        self._offer_processes()
         while (execution := self._buffer.next_careful()) is not None:
-            execution.started_at = self._clock.now()
-            if execution.is_late(execution.started_at):
+            if execution.is_late(self._clock.now()):
                 self._report(execution, Expired())
-                continue
-            try:
-                is_ours = bool(self._finisher.mark([execution], self._session))
-            except psycopg.Error:
-                self._is_checked = False
-                self._report(execution, Interrupted(began=True, ran=False))  # it may be marked
+            elif self._is_loaded(execution) and self._is_marked(execution) and not self._buffer.admit(execution):
+                self._report(execution, Interrupted(began=execution.is_marked, ran=False))
+        self._buffer.poke()  # what was held back for them may start
+
+    def _offer_processes(self) -> None:
+        """To suspects for which the worker is not empty at once."""
+        for each in self._buffer.waiting_suspects():
+            each.may_have_own_process = each.task.crash_count <= MOST_CONTAINED_RUNS and self._processes.can_contain(
+                each.function
+            )
+            each.is_patient = each.may_have_own_process or self._is_last_resort
+            if each.may_have_own_process and self._processes.is_ready():
+                each.give_own_process()
+            elif each.may_have_own_process and not self._buffer.is_empty_soon():
+                self._processes.prepare()
+
+    def _is_loaded(self, execution: Execution) -> bool:
+        """False: it was reported or dropped. One that cannot be fetched fails by itself."""
+        if execution.is_loaded:
+            return True
+        try:
+            found = self._session.run(self._statements.arguments(execution.task))
+        except (psycopg.Error, MemoryError) as error:
+            if isinstance(error, psycopg.Error) and is_connection_lost(error):
+                self._report(execution, Interrupted(began=False, ran=False))
                 raise
-            if is_ours:
-                if not self._buffer.admit(execution):
-                    self._report(execution, Interrupted(began=True, ran=False))
-            else:
-                self._buffer.dropped(execution)
-                self._buffer.settled([execution])
-                self._forget_claims([execution])
+            problem = problem_of(error, code="UNREADABLE_ARGUMENTS")
+            self._report(execution, Failed(problem, may_retry=False))
+            return False
+        if found is None:
+            self._forget(execution)
+            return False
+        execution.load(*found)
+        return True
+
+    def _is_marked(self, execution: Execution) -> bool:
+        """False: it was reported, dropped, or has to wait."""
+        if not execution.needs_mark:
+            return True
+        execution.started_at = self._clock.now()
+        try:
+            marks = self._finisher.mark([execution], self._session)
+        except psycopg.Error:
+            self._is_checked = False
+            self._report(execution, Interrupted(began=True, ran=False))  # it may be marked
+            raise
+        if execution.id not in marks:
+            self._forget(execution)
+        elif not execution.is_marked and not self._buffer.put_back(execution, LOCKED_PAUSE_SECONDS):
+            self._report(execution, Interrupted(began=False, ran=False))
+        return execution.is_marked
+
+    def _forget(self, execution: Execution) -> None:
+        """It is somebody else's by now."""
+        self._buffer.dropped(execution)
+        self._buffer.settled([execution])
+        self._forget_claims([execution])
 
     def _give_back_hoarded(self) -> None:
         hoarded = self._buffer.hoarded(self._buffer_size)
-        if any(each.task.suspect for each in hoarded):
-            self._no_suspects_until = time.monotonic() + NO_SUSPECTS_SECONDS
+        if any(each.must_be_alone and not each.may_have_own_process for each in hoarded):
+            pause = NO_HOPE_SECONDS if self._is_last_resort else NO_SUSPECTS_SECONDS
+            self._no_suspects_until = time.monotonic() + pause
         if hoarded:
             self._floors.forget()  # they lie below
         for each in hoarded:
@@ -431,10 +655,11 @@ class Claimer:
         final, if the database is asked first.
         """
         rows = self._session.run(self._statements.held(self._lease.worker_id))
-        theirs = {(task_id, token) for _, task_id, token, _ in rows}
+        theirs = {(task.id, task.fencing_token) for task, _ in rows}
         held = {(each.id, each.task.fencing_token): each for each in self._buffer.held()}
         self._drop([each for key, each in held.items() if key not in theirs])
-        self._give_back_unknown([row for row in rows if (row[1], row[2]) not in held])
+        self._give_back_unknown([row for row in rows if (row[0].id, row[0].fencing_token) not in held])
+        self._compared = self._session.connections
         self._is_checked = True
         self.on_ready()
         self._buffer.poke()
@@ -453,15 +678,23 @@ class Claimer:
         for worker_id, claim_id in {(each.task.worker_id, each.claimed.claim_id) for each in executions}:
             self._session.run(self._statements.forget_claim(worker_id, claim_id))
 
-    def _give_back_unknown(self, unknown: Sequence[Row]) -> None:
-        """Claims whose answer was lost on its way; or what the finisher has settled since the database was asked, which
-        the guard of the release leaves alone. So a claim goes only if nothing of it is held.
+    def _give_back_unknown(self, unknown: Sequence[tuple[HeldTask, int]]) -> None:
+        """Claims whose answer was lost on its way. Tasks whose end was lost by a failover: for this database they are
+        still running. Or what the finisher has settled since the database was asked, which the guard leaves alone; so
+        a claim goes only if nothing of it is held.
         """
         if not unknown:
             return
-        held = [(task_id, token) for _, task_id, token, _ in unknown]
-        released = self._session.run(self._statements.release(self._lease.worker_id, held, self._clock.now()))
-        for claim_id in {row[0] for row in unknown}:
+        now = self._clock.now()
+        decided = [Decided(task, decide(task, lost_end(task), now, Rules()), task.state) for task, _ in unknown]
+        released = self._settling.settle(self._lease.worker_id, decided, now)
+        for claim_id in {claim_id for _, claim_id in unknown}:
             self._session.run(self._statements.forget_claim(self._lease.worker_id, claim_id))
         if released:
-            log.warning("claim.recovered", tasks=len(released))
+            log.warning("claim.recovered", tasks=released)
+
+
+def lost_end(task: HeldTask) -> Interrupted:
+    """The database says that this worker holds it, and the worker does not know it."""
+    has_begun = task.state == State.RUNNING
+    return Interrupted(began=has_begun, ran=has_begun, reason="what became of it was lost")

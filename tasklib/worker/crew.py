@@ -18,8 +18,9 @@ from tasklib.duties.promoter import Promoter
 from tasklib.duties.reaper import Reaper
 from tasklib.duties.rollups import Rollups
 from tasklib.duties.rota import Rota
+from tasklib.duties.standstill import Standstill
 from tasklib.errors import DatabaseUnavailable
-from tasklib.log import log, logger
+from tasklib.log import log, task_log, task_logger
 from tasklib.outcomes import (
     CancelInterrupt,
     Completed,
@@ -38,6 +39,7 @@ from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
 from tasklib.worker.doorbell import Doorbell
 from tasklib.worker.finisher import Finisher
+from tasklib.worker.forks import Original, call_in_one_process, tell_of_copy
 from tasklib.worker.hooks import run_start_hooks, run_stop_hooks
 from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from tasklib.current import CurrentTask
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
+    from tasklib.worker.processes import SuspectLimits
     from tasklib.worker.runners import NewLoop, Report
     from tasklib.worker.witness import Witness
 
@@ -74,6 +77,8 @@ class Options:
     grace_seconds: float
     listen: bool
     duties: bool = True  # False: somebody else reaps and expires
+    suspects_in_processes: bool = False  # the tasks' modules may be imported by another interpreter
+    suspect_limits: SuspectLimits | None = None  # of such a process
     new_loop: NewLoop = asyncio.new_event_loop
     is_rung: Callable[[], bool] = lambda: False  # by somebody else, who listens for it
 
@@ -107,7 +112,7 @@ class Crew:
             "claim": session("claim", on_wait=witness.beat),
             "listen": session("listen"),
             "lease": session("lease", timeout_seconds=config.lease_seconds / LEASE_TIMEOUT_SHARE),
-            "finish": session("finish", settings="-c lock_timeout=1s"),
+            "finish": session("finish", settings="-c lock_timeout=100ms"),
             "duties": session("duties", settings="-c lock_timeout=2s"),
         }
         self.buffer = Buffer(options.concurrency, lambda: self.claimer.may_start())  # noqa: PLW0108 - it comes later
@@ -117,21 +122,27 @@ class Crew:
             describe=lambda: (menu.queues, menu.names()), witness=witness, tally=tally,
         )  # fmt: skip
         listener = Listener(self._sessions["listen"], statements, menu.queues, self.ring, self.hear_cancel)
+        self.processes = Processes(
+            config, self._clock, self._note_progress, stop_asked, witness,
+            for_suspects=options.suspects_in_processes, limits=options.suspect_limits,
+        )  # fmt: skip
         self.claimer = Claimer(
             self._sessions["claim"], statements, buffer=self.buffer, lease=self.lease, clock=self._clock,
-            finisher=self.finisher, promoter=Promoter(self._sessions["claim"], statements), menu=menu,
+            finisher=self.finisher, processes=self.processes,
+            promoter=Promoter(self._sessions["claim"], statements), menu=menu,
             doorbell=Doorbell(self._sessions["claim"], statements, menu.queues, longest_doubt=options.poll_seconds),
             is_rung=(lambda: listener.is_heard) if options.listen else options.is_rung,
             poll_seconds=options.poll_seconds, buffer_size=options.buffer_size, report=self.report, tally=tally,
         )  # fmt: skip
         self.watch = Watch(self.buffer, self.lease, witness)
+        self.buffer.is_behind = self.finisher.settler.is_behind
         self.transactions = Transactions(
             config, statements, self._clock, self._decide, self.finisher.take_progress, witness=witness
         )
+        self._original = Original()
         runs = (self.buffer, self.begin, self.report_all, self._describe, self.transactions)
-        self.processes = Processes(config, self._clock, self._note_progress, stop_asked, witness)
-        self.threads = ThreadRunner(*runs, processes=self.processes)
-        self.coroutines = CoroutineRunner(*runs, new_loop=options.new_loop)
+        self.threads = ThreadRunner(*runs, original=self._original, processes=self.processes)
+        self.coroutines = CoroutineRunner(*runs, original=self._original, new_loop=options.new_loop)
         budget = connection_budget(config, concurrency=options.concurrency, listen=options.listen)
         self._rollups = Rollups(config, self._sessions["duties"], counts.take)
         duties = (
@@ -139,6 +150,7 @@ class Crew:
             Reaper(config, self._sessions["duties"], statements, tally=tally),
             Expirer(self._sessions["duties"], statements, tally),
             Census(self._sessions["duties"], statements, menu),
+            Standstill(config, self._sessions["duties"], statements, menu.queues),
             self._rollups,
         )
         self.loops = {
@@ -152,8 +164,10 @@ class Crew:
             self.loops["duties"] = Loop("duties", Rota(duties, on_refusal=refused))
         if options.listen:
             self.loops["listen"] = Loop("listen", listener)
-        for loop in self.loops.values():
+        for role, loop in self.loops.items():
             loop.on_failure = tally.failed
+            if role in self._sessions:
+                loop.answers = functools.partial(getattr, self._sessions[role], "answers")
         self._default_backoff = Exponential(
             config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
             config.retry_jitter,
@@ -201,9 +215,11 @@ class Crew:
         """Those of one turn of the tasks' event loop: what is done for all of them together costs each one little."""
         done: list[tuple[Execution, float]] = []
         reading = self._clock.reading
-        is_told = logger.isEnabledFor(logging.INFO)
+        is_told = task_logger.isEnabledFor(logging.INFO)
         for execution, outcome, moment in reports:
             self._witness.ended(execution)  # before somebody else can settle it
+            if execution.loaded_bytes:
+                execution.unload()
             seconds = moment - execution.started if execution.has_begun else 0.0
             if isinstance(outcome, Completed):  # needs neither rules nor the date
                 self.finisher.add_success(execution, outcome, moment, reading)
@@ -231,7 +247,7 @@ class Crew:
             rules = Rules(backoff, self._config.bury_after, self._config.timeout_delta_seconds)
             self._rules[backoff] = rules
         try:
-            return decide(execution.task, outcome, now, rules)
+            return call_in_one_process(functools.partial(decide, execution.task, outcome, now, rules))
         except BaseException:  # noqa: BLE001 - the backoff is the user's function
             log.exception("backoff.failed", task=execution.task.name, consequence="the default policy was used")
             return decide(execution.task, outcome, now, Rules(self._default_backoff))
@@ -249,6 +265,10 @@ class Crew:
         self._witness.beat()
         self._witness.counts(*self.buffer.counts())
         self._tally.rounds({name: loop.beats for name, loop in self.loops.items()})
+        self.processes.stop_if_unused()
+        copy = self._original.take_copy()
+        if copy is not None:
+            tell_of_copy(copy)
 
     def ring(self) -> None:
         """There may be work."""
@@ -288,7 +308,7 @@ class Crew:
 
     def start(self) -> bool:
         """False: it was told to stop before there was a database."""
-        self.processes.start(self._menu.isolated())
+        self.processes.start(self._menu.isolated(), self._menu.functions())
         self.coroutines.start()
         try:
             if not self._wait_for_schema():
@@ -418,7 +438,8 @@ class Crew:
 def _tell(task: HeldTask, settlement: Settlement, seconds: float) -> None:
     """The one line at the end of an attempt. Arguments and results are never in it."""
     word = (settlement.outcome or ("released" if settlement.state == State.PENDING else settlement.state)).lower()
-    tell = log.warning if settlement.problem is not None and settlement.state != State.CANCELLED else log.info
+    is_trouble = settlement.problem is not None and settlement.state != State.CANCELLED
+    tell = task_log.warning if is_trouble else task_log.info
     tell(
         f"task.{word}", task=task.name, task_id=task.id, queue=task.queue, attempt=task.attempt + 1,
         seconds=round(seconds, 4), state=str(settlement.state), worker_id=task.worker_id,

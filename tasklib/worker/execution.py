@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tasklib.worker.transactions import Transaction
 
 
+MOST_CONTAINED_RUNS = 2  # crashes after which a suspect may run beside others, in a process of its own
 _one_at_a_time = threading.Lock()
 
 
@@ -33,11 +34,19 @@ class Execution:
     timeout_limit = math.inf  # after that; two, since two threads write them
     cancel_limit = math.inf
     is_marked = False  # `running` in the database
+    waits_since = math.inf  # monotonic: it has to be marked, to be loaded, or to be alone before it starts
+    not_before = 0.0  # monotonic: somebody had locked its row, and it is tried again then
+    has_own_process = False  # it was given one because it is a suspect
+    may_have_own_process = False  # as far as its function and its worker go
+    is_patient = True  # it waits longer than a moment for its worker to be empty
+    loaded_bytes = 0  # of arguments that did not come with the claim
     is_reported_stuck = False
     interrupt_kind: type[TaskInterrupt] | None = None
     inside: Seat | None = None
     transaction: Transaction[Any] | None = None
     opening: Any = None  # a lock, from the first time that the task asks for its connection
+    failed_connects = 0  # of its own connection
+    waited_seconds = 0.0  # for that
     has_ended = False  # its function has
     is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 
@@ -57,6 +66,11 @@ class Execution:
         return not math.isinf(self.started)
 
     @property
+    def mark_since(self) -> float:
+        """Monotonic: from here on it is counted when it should be marked."""
+        return max(self.started, self.not_before)
+
+    @property
     def must_end_by(self) -> float:
         """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel. Not
         for one with a process of its own: whoever started that ends it.
@@ -66,12 +80,59 @@ class Execution:
 
     @property
     def is_isolated(self) -> bool:
+        """It runs in a process of its own."""
+        return self.has_own_process or self.wants_own_process
+
+    @property
+    def wants_own_process(self) -> bool:
+        """Its function says so."""
         return self.function is not None and self.function.task_options.isolation == "process"
+
+    @property
+    def is_contained(self) -> bool:
+        """A suspect that can harm nobody: it has a process of its own. Should its worker have died under it time and
+        again all the same, then it is no longer trusted.
+        """
+        return self.task.suspect and self.is_isolated and self.task.crash_count <= MOST_CONTAINED_RUNS
+
+    @property
+    def must_be_alone(self) -> bool:
+        """In its worker."""
+        return self.task.suspect and not self.is_contained
 
     @property
     def needs_mark(self) -> bool:
         """Must be `running` in the database before its first line: whether it had begun decides its fate in a crash."""
         return (self.task.suspect or self.task.on_crash == "fail") and not self.is_marked
+
+    @property
+    def is_blocked(self) -> bool:
+        """Somebody had locked its row when it should have been marked."""
+        return self.not_before > 0.0
+
+    @property
+    def is_loaded(self) -> bool:
+        """Its arguments are here."""
+        return self.claimed.args is not None
+
+    @property
+    def needs_care(self) -> bool:
+        """It cannot start as it is."""
+        return self.needs_mark or not self.is_loaded
+
+    def give_own_process(self) -> None:
+        """A thread attends to it, whatever kind of function it is."""
+        self.has_own_process = True
+        self.is_coroutine = False
+
+    def load(self, args: str, kwargs: str) -> None:
+        self.claimed = self.claimed._replace(args=args, kwargs=kwargs)
+        self.loaded_bytes = len(args) + len(kwargs)
+
+    def unload(self) -> None:
+        """It has ended, and is kept until that is written."""
+        self.claimed = self.claimed._replace(args=None, kwargs=None)
+        self.loaded_bytes = 0
 
     def is_late(self, now: datetime) -> bool:
         return self.task.expires_at is not None and now >= self.task.expires_at

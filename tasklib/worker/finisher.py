@@ -6,15 +6,22 @@ settler's business.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
+
+from tasklib.duties.apart import first_line, send_apart
+from tasklib.log import log
 from tasklib.outcomes import succeeded
+from tasklib.statements import Started
 from tasklib.worker.settler import Ended, Settler, grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+    from uuid import UUID
 
     from tasklib.outcomes import Completed, Settlement
     from tasklib.statements import WorkerStatements
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 GATHER_SECONDS = 0.003  # between two statements, unless there is enough for one
 WORTHWHILE_BATCH = 200
 MARK_AFTER_SECONDS = 0.05  # `running` is visible within 100 ms
+LOCKED_PAUSE_SECONDS = 0.5  # until one is tried again whose row somebody has locked
 PROGRESS_EVERY_SECONDS = 0.5
 
 
@@ -89,38 +97,71 @@ class Finisher:
             return 0.0
         return self._flushed_at + GATHER_SECONDS - time.monotonic()
 
-    def mark(self, executions: Sequence[Execution], session: Session) -> list[Execution]:
-        """Those that are `running` in the database from now on; the others are somebody else's."""
-        marked = set()
+    def mark(self, executions: Sequence[Execution], session: Session) -> dict[UUID, bool]:
+        """Whether it is `running` in the database from now on, for each that is still this worker's. If it is not,
+        somebody has locked its row, and nobody waits for that.
+        """
+        marks: dict[UUID, bool] = {}
         for worker_id, own in grouped(executions, lambda each: each.task.worker_id).items():
-            started = [(each.id, each.task.fencing_token, each.started_by(self._clock)) for each in own]
-            marked |= set(session.run(self._statements.start(worker_id, started)))
+            started = [
+                Started(each.id, each.task.fencing_token, each.started_by(self._clock), each.is_contained)
+                for each in own
+            ]
+            start = functools.partial(self._statements.start, worker_id)
+
+            def send(part: Sequence[Started]) -> dict[UUID, bool]:
+                try:
+                    return session.run(start(part))  # noqa: B023 - sent here
+                except psycopg.errors.LockNotAvailable:  # of the table: no row is waited for
+                    return dict.fromkeys((each.id for each in part), False)
+
+            for answer in send_apart(started, send, _tell_unmarked):
+                marks |= answer
         for each in executions:
-            each.is_marked = each.id in marked
-        return [each for each in executions if each.is_marked]
+            each.is_marked = marks.get(each.id, False)
+        return marks
 
     def _mark_long_runners(self) -> None:
         now = time.monotonic()
         long = [
             each
             for each in self._buffer.executing()
-            if not each.is_marked and not each.needs_mark and now - each.started >= MARK_AFTER_SECONDS
+            if not each.is_marked and not each.needs_mark and now - each.mark_since >= MARK_AFTER_SECONDS
         ]
         if long:
-            self.mark(long, self._session)
+            marks = self.mark(long, self._session)
             for each in long:
-                each.is_marked = True  # somebody else's too: the finish will tell
+                if each.id in marks and not each.is_marked:
+                    each.not_before = now + LOCKED_PAUSE_SECONDS
+                else:
+                    each.is_marked = True  # somebody else's too: the finish will tell
 
     def _write_progress(self) -> None:
-        """A word is kept until it is written: the task may end in the meantime, and takes it along."""
+        """A word is kept until it is written: the task may end in the meantime, and takes it along. Nobody waits for a
+        row that is locked.
+        """
         if not self._progress or time.monotonic() < self._progress_at:
             return
         self._progress_at = time.monotonic() + PROGRESS_EVERY_SECONDS
         for worker_id, own in grouped(list(self._progress.items()), lambda said: said[0].task.worker_id).items():
             said = [(each.id, each.task.fencing_token, progress) for each, progress in own]
-            self._session.run(self._statements.note_progress(worker_id, said))
+            note = functools.partial(self._statements.note_progress, worker_id)
+            refused: list[UUID] = []
+
+            def refuse(row: tuple[UUID, int, str], error: psycopg.Error) -> None:
+                refused.append(row[0])  # noqa: B023 - called here
+                _tell_unmarked(row, error)
+
+            def send(part: Sequence[tuple[UUID, int, str]]) -> Collection[UUID]:
+                try:
+                    return self._session.run(note(part))  # noqa: B023 - sent here
+                except psycopg.errors.LockNotAvailable:  # of the table: later
+                    return []
+
+            answers = send_apart(said, send, refuse)
+            written = {task_id for answer in answers for task_id in answer}.union(refused)
             for each, progress in own:
-                if self._progress.get(each) is progress:
+                if each.id in written and self._progress.get(each) is progress:
                     self._progress.pop(each, None)
 
     def _next_round(self) -> float | None:
@@ -139,5 +180,10 @@ class Finisher:
 
     def _next_mark(self) -> float | None:
         """One that was taken and has not begun yet has no time to count from; who begins it wakes us."""
-        started = [each.started for each in self._buffer.executing() if not each.is_marked and each.has_begun]
+        started = [each.mark_since for each in self._buffer.executing() if not each.is_marked and each.has_begun]
         return min(started) + MARK_AFTER_SECONDS - time.monotonic() if started else None
+
+
+def _tell_unmarked(row: tuple[Any, ...], error: psycopg.Error) -> None:
+    """That it runs, or how far it is, is not to be seen in the database. The others are not kept from it."""
+    log.error("task.not_marked", task_id=row[0], error=first_line(error))

@@ -1,4 +1,5 @@
-"""The fork server and its children: `python -m tasklib.worker.fork_server`, started by a worker (see processes.py).
+"""The fork server and its children: `python -m tasklib.worker.fork_server`, or `serve()` in a process that a worker has
+forked off (see launching.py).
 
 It imports the modules that define the isolated tasks, and then only forks, waits, signals and tells. No user code runs
 in it after the imports, and it has one thread: a fork copies nothing that is in the middle of something. When its
@@ -22,7 +23,6 @@ import resource
 import select
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -43,7 +43,9 @@ from tasklib.statements import WorkerStatements
 from tasklib.worker.claimer import is_async
 from tasklib.worker.clock import DatabaseClock
 from tasklib.worker.execution import Execution
-from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks
+from tasklib.worker.forks import Original, call_in_one_process
+from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks, run_start_hooks, run_stop_hooks
+from tasklib.worker.launching import count_sockets
 from tasklib.worker.problems import problem_of
 from tasklib.worker.processes import DRAINING, NO_ANSWER, STOPS, decoded_order, encoded_outcome
 from tasklib.worker.runners import completed, outcome_of, prepared_call, refuse_unfinished
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from tasklib.worker.processes import Order, Word
 
 LEAVE_SECONDS = 1.0  # for a child to end, once all is said
+BEAT_SECONDS = 0.3  # a sign of life of a suspect
 LOOK_SECONDS = 1.0  # for the worker's death, where no descriptor tells of it
 MOST_DESCRIPTORS = 16
 FIRST_TO_DIE = "500"  # of the kernel's out-of-memory scores: before the worker
@@ -69,14 +72,18 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    parent = os.getppid()
+    serve(control, os.getppid())
+
+
+def serve(control: socket.socket, parent: int) -> None:
+    """Until the worker is gone, or has shut the socket."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGTERM])  # a child hears it when it can answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker is told, and tells
     with contextlib.suppress(Exception):
         faulthandler.enable()  # a child that dies of SIGSEGV leaves its stack in the log
     hello = from_json(_read_line(control))
     try:
-        answer = _prepare(hello)
+        answer = call_in_one_process(functools.partial(_prepare, hello))
     except BaseException as error:  # noqa: BLE001 - whatever a module raises is for the worker to tell
         traceback.print_exc()
         control.sendall(to_json({"error": f"{type(error).__qualname__}: {error}"}) + b"\n")
@@ -107,6 +114,7 @@ def _prepare(hello: Word) -> Word:
     if hello["pythonpath"] is not None:
         os.environ["PYTHONPATH"] = hello["pythonpath"]
     _beginning(hello)()
+    sockets = count_sockets()
     if hello["is_django"]:
         importlib.import_module("django").setup()
     for place in hello["places"]:
@@ -117,7 +125,10 @@ def _prepare(hello: Word) -> Word:
         if name not in default_registry:
             raise TaskNotRegistered(_not_found(name))
     own = {threading.main_thread()}
-    return {"threads": [each.name for each in threading.enumerate() if each not in own], "sockets": _sockets()}
+    return {
+        "threads": [each.name for each in threading.enumerate() if each not in own],
+        "sockets": count_sockets() - sockets,
+    }
 
 
 def _beginning(hello: Word) -> Callable[[], None]:
@@ -146,15 +157,6 @@ def _not_found(name: str) -> str:
         f"the task function {name!r} is not there when its module is imported: an isolated task has to be defined by "
         f"an import alone, at the top level of a module"
     )
-
-
-def _sockets() -> int:
-    """Those that the imports have left open, besides the one to the worker."""
-    count = -1
-    for fd in range(3, 256):
-        with contextlib.suppress(OSError):
-            count += stat.S_ISSOCK(os.fstat(fd).st_mode)
-    return count
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
@@ -191,7 +193,10 @@ class Server:
         signal.signal(signal.SIGCHLD, _only_wake)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        self._pid = os.getpid()
         self._life = _pidfd(parent)
+        if self._libc is not None and self._life is not None:
+            self._libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on it sees the death, and ends its children's groups
 
     def run(self) -> None:
         while self._is_wanted():
@@ -232,7 +237,7 @@ class Server:
                 channel, notice, *self._received = self._received
                 self._fork(word["fork"], channel, notice)
             else:
-                self._stop(word["stop"], word["kill_after"])
+                self._stop(word["stop"], word["kill_after"], word.get("signal", signal.SIGTERM))
         return bool(data)
 
     def _fork(self, number: int, channel: int, notice: int) -> None:
@@ -252,11 +257,11 @@ class Server:
         self._runs[run.pid] = run
         run.tell({"pid": run.pid})
 
-    def _stop(self, number: int, kill_after: float) -> None:
+    def _stop(self, number: int, kill_after: float, signum: int) -> None:
         for run in self._runs.values():
             if run.number == number:
                 run.kill_at = min(run.kill_at, time.monotonic() + kill_after)
-                os.kill(run.pid, signal.SIGTERM)
+                os.kill(run.pid, signum)
 
     def _kill_late(self) -> None:
         for run in self._runs.values():
@@ -288,12 +293,11 @@ class Server:
 
     def _settle_in(self, own: Run) -> None:
         """Nothing of the server's is left: descriptors, signals, random numbers."""
-        server = os.getppid()
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         if self._libc is not None:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != server:  # it has died in between
+            if os.getppid() != self._pid:  # it has died in between
                 os._exit(NO_ANSWER)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -396,14 +400,25 @@ class Errand:
         self._interrupt: Callable[[type[TaskInterrupt]], None] | None = None  # while the function is inside
         self._execution: Execution | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_like_a_worker = False  # its function is one that usually shares a worker with others
+        self._original = Original()
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, self._on_term)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         order = decoded_order(self._channel.read_order())
         execution = self._execution = _execution_of(order)
-        outcome = self._outcome(execution, order)
-        self._channel.say({"outcome": encoded_outcome(outcome), "is_committed": execution.is_committed})
+        try:
+            outcome = self._outcome(execution, order)
+        except NotHere as error:
+            self._channel.say({"not_here": str(error)})
+            _leave()
+        copy = self._original.take_copy()
+        self._channel.say({
+            "outcome": encoded_outcome(outcome), "is_committed": execution.is_committed, "copy": copy and copy.pid,
+        })  # fmt: skip
+        if self._is_like_a_worker:
+            run_stop_hooks(_TasksLoop(self._own_loop), LEAVE_SECONDS)
         _leave()
 
     # --- what the task sees ---
@@ -462,7 +477,11 @@ class Errand:
     def _outcome(self, execution: Execution, order: Order) -> Outcome:
         try:
             _find_function(execution, order.place)
-        except Exception as error:  # noqa: BLE001 - whatever its module raises
+            if not order.is_usual:
+                self._become_like_a_worker()
+        except Exception as error:
+            if not order.is_usual:
+                raise NotHere(f"{type(error).__qualname__}: {error}") from error
             return Failed(problem_of(error, code="UNKNOWN_TASK"), may_retry=False)
         call = prepared_call(execution)
         if isinstance(call, Failed):
@@ -473,8 +492,9 @@ class Errand:
         )
         enter_task(functools.partial(self._describe, execution, transactions))
         outcome = self._called(execution, call)
-        if self._loop is not None:
-            return self._loop.run_until_complete(transactions.end_async(execution, outcome))
+        self._original.end_if_copy(execution.id)
+        if execution.is_coroutine:
+            return self._own_loop().run_until_complete(transactions.end_async(execution, outcome))
         return transactions.end(execution, outcome)
 
     def _called(self, execution: Execution, call: Callable[[], Any]) -> Outcome:
@@ -499,9 +519,29 @@ class Errand:
         finally:
             self._interrupt = None
 
+    def _become_like_a_worker(self) -> None:
+        """A function that usually shares a worker with others finds here what it finds there: also somebody who sees
+        whether it stands still.
+        """
+        threading.Thread(target=self._beat, name="tasklib-beat", daemon=True).start()
+        run_start_hooks(_TasksLoop(self._own_loop), lambda: False)
+        self._is_like_a_worker = True
+
+    def _beat(self) -> None:
+        """While others can run in this process."""
+        with contextlib.suppress(OSError):  # it ends
+            while True:
+                self._channel.say({"beat": True})
+                time.sleep(BEAT_SECONDS)
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop
+
     def _await(self, call: Callable[[], Awaitable[Any]]) -> object:
-        loop = self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
+        loop = self._own_loop()
         task = loop.create_task(await_inside_hooks(call))
 
         def interrupt(_kind: type[TaskInterrupt]) -> None:
@@ -515,6 +555,29 @@ class Errand:
             return loop.run_until_complete(task)
         finally:
             self._interrupt = None
+
+
+class NotHere(Exception):
+    """This process cannot run the task, and its worker can."""
+
+
+class _TasksLoop:
+    """The event loop of the task, for async hooks."""
+
+    def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        self._loop = loop
+
+    def run(self, work: Callable[[], Awaitable[Any]], gives_up: Callable[[], bool]) -> None:
+        async def awaited() -> None:
+            await work()
+
+        loop = self._loop()
+        future = loop.create_task(awaited())
+        while not future.done():
+            if gives_up():
+                future.cancel()
+            loop.run_until_complete(asyncio.wait([future], timeout=0.05))
+        future.result()
 
 
 class _StopAsked(threading.Event):

@@ -10,15 +10,20 @@ import inspect
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tasklib.log import log
+from tasklib.worker.forks import call_in_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from contextlib import AbstractContextManager
 
-    from tasklib.worker.runners import CoroutineRunner
+    class RunsCoroutines(Protocol):
+        """The tasks' event loop."""
+
+        def run(self, work: Callable[[], Awaitable[Any]], gives_up: Callable[[], bool]) -> None: ...
+
 
 Hook = TypeVar("Hook", bound=Callable[[], Any])
 Around = TypeVar("Around", bound="Callable[[], AbstractContextManager[Any]]")
@@ -48,8 +53,8 @@ def around_task(hook: Around) -> Around:
     return hook
 
 
-def around_hooks() -> list[Callable[[], Any]]:
-    return list(_around)
+def all_hooks() -> list[Callable[[], Any]]:
+    return [*_on_start, *_on_stop, *_around]
 
 
 def has_around_hooks() -> bool:
@@ -73,12 +78,12 @@ async def await_inside_hooks(call: Callable[[], Awaitable[Any]]) -> Any:
         return await call()
 
 
-def run_start_hooks(loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:
+def run_start_hooks(loop: RunsCoroutines, gives_up: Callable[[], bool]) -> None:
     for hook in _on_start:
         _run(hook, loop, gives_up)
 
 
-def run_stop_hooks(loop: CoroutineRunner, seconds: float) -> None:
+def run_stop_hooks(loop: RunsCoroutines, seconds: float) -> None:
     """All of them, whatever one raises, within this time each."""
     for hook in reversed(_on_stop):
         try:
@@ -92,8 +97,8 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > deadline
 
 
-def _run(hook: Callable[[], Any], loop: CoroutineRunner, gives_up: Callable[[], bool]) -> None:
+def _run(hook: Callable[[], Any], loop: RunsCoroutines, gives_up: Callable[[], bool]) -> None:
     if inspect.iscoroutinefunction(hook):
         loop.run(hook, gives_up)
     else:
-        hook()
+        call_in_one_process(hook)

@@ -14,12 +14,16 @@ import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from tasklib.duties.apart import first_line, send_apart
 from tasklib.log import log
 from tasklib.statements import WorkerDescription
 from tasklib.worker.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from uuid import UUID
+
+    import psycopg
 
     from tasklib.config import Config
     from tasklib.statements import WorkerStatements
@@ -145,10 +149,13 @@ class Lease:
         now = self._clock.now()
         due = [each for each in self._buffer.held() if (now - each.locked_since).total_seconds() > half]
         if due:
-            extended = set(self._session.run(self._statements.extend(self.worker_id, [each.id for each in due])))
+            extended = set().union(*send_apart([each.id for each in due], self._extend_given, _tell_not_extended))
             for each in due:
                 if each.id in extended:
                     each.locked_since = now
+
+    def _extend_given(self, task_ids: Sequence[UUID]) -> set[UUID]:
+        return set(self._session.run(self._statements.extend(self.worker_id, task_ids)))
 
     def _look_for_cancels(self) -> None:
         """Notifications may be lost; here they are found all the same."""
@@ -159,3 +166,7 @@ class Lease:
 
     def _new_id(self) -> str:
         return f"{self._name}-{uuid4()}"
+
+
+def _tell_not_extended(task_id: UUID, error: psycopg.Error) -> None:
+    log.error("lock.not_extended", task_id=task_id, error=first_line(error))

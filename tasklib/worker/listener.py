@@ -77,7 +77,7 @@ class Listener:
         if self._session.connections != self._connection:
             self._begin(conn)
         if time.monotonic() >= self._check_at and self._unheard_since is None:
-            conn.execute("select pg_notify(%s, '')", [self._check_channel])
+            conn.execute("select pg_catalog.pg_notify(%s, '')", [self._check_channel])
             self._unheard_since = time.monotonic()
         self._hear_all(conn)
         if self._unheard_since is None and not self.is_heard:
@@ -161,7 +161,7 @@ def listen(conn: BoundedConnection, channels: Sequence[str]) -> None:
 
 
 def ring(channel: str) -> Statement[None]:
-    return Statement("select pg_notify($1, '')", (channel,), lambda _: None)
+    return Statement("select pg_catalog.pg_notify($1, '')", (channel,), lambda _: None)
 
 
 def _as_uuid(payload: str) -> UUID:

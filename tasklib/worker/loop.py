@@ -40,6 +40,8 @@ class Loop(threading.Thread):
         self._is_stopping = False
         self._failures = 0
         self.on_failure: Callable[[str, FailureKind], None] = lambda _loop, _kind: None
+        self.answers: Callable[[], int] | None = None  # how often the database has answered this loop
+        self._answers_before = 0
         self.beats = 0  # grows with every round: a hung loop's does not
 
     def wake(self) -> None:
@@ -78,10 +80,14 @@ class Loop(threading.Thread):
             log.exception("loop.failed", loop=self._role)
             self.on_failure(self._role, "bug")
             return self._pause()
-        if self._failures:
+        if self._failures and self._has_answer():
             log.info("database.back", loop=self._role, failures=self._failures)
             self._failures = 0
         return delay
+
+    def _has_answer(self) -> bool:
+        """A round in which there was nothing to ask the database proves nothing."""
+        return self.answers is None or self.answers() != self._answers_before
 
     def _pause_after(self, error: Exception) -> float:
         is_outage = not isinstance(error, psycopg.Error) or is_connection_lost(error)
@@ -96,6 +102,7 @@ class Loop(threading.Thread):
         waited for: they would make it spin.
         """
         self._failures += 1
+        self._answers_before = self.answers() if self.answers is not None else 0
         longest = min(FIRST_PAUSE_SECONDS * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE_SECONDS)
         deadline = time.monotonic() + longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
         while not self._is_stopping and (remaining := deadline - time.monotonic()) > 0:

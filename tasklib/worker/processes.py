@@ -1,12 +1,12 @@
 """Tasks with a process of their own, as their worker sees them: `@task(isolation="process")`.
 
-A fork server, a fresh interpreter with the tasks' modules in it and no threads, forks one child for each execution. The
+A fork server, an interpreter with the tasks' modules in it and no threads, forks one child for each execution. The
 thread that took the execution hands it over as it is stored, waits, and gets an outcome back, or learns how the child
 died: nothing else of the worker waits, or is hit. A child leads its own process group, which is killed when the child
 has ended, whatever it has left behind there.
 
-A fresh interpreter, and not a fork of the worker: a worker may live in an application that has threads, locks and
-database connections, none of which a fork survives.
+It is not a fork of the running worker: that has threads, locks and database connections, none of which a fork
+survives. launching.py has where it comes from instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import math
-import multiprocessing.spawn
 import os
 import select
 import signal
@@ -27,7 +26,8 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from pydantic import TypeAdapter
@@ -37,6 +37,8 @@ from tasklib import application
 from tasklib.errors import InvalidTaskDefinition, TasklibError
 from tasklib.log import log
 from tasklib.outcomes import (
+    OWN_PROCESS,
+    SERVER_DIED,
     CancelInterrupt,
     Cancelled,
     Completed,
@@ -51,7 +53,9 @@ from tasklib.outcomes import (
 )
 from tasklib.statements import ClaimedTask
 from tasklib.states import State
-from tasklib.worker.hooks import around_hooks
+from tasklib.worker.forks import Copy, tell_of_copy
+from tasklib.worker.hooks import all_hooks
+from tasklib.worker.launching import is_forked_ahead, launch
 from tasklib.worker.problems import problem_of
 from tasklib.worker.runners import outcome_of
 
@@ -69,11 +73,13 @@ if TYPE_CHECKING:
     Word: TypeAlias = dict[str, Any]
 
 BOOT_SECONDS = 60.0  # for a fork server to import the tasks' modules
+UNUSED_SECONDS = 60.0  # then one that was started for suspects is stopped: it takes as much memory as a worker
 AFTER_FAILURE_SECONDS = 1.0  # what could not be forked keeps its slot for so long: the next one would fare no better
 STOP_SECONDS = 3.0  # between StopInterrupt and the kill: less than the worker's own patience
 SEND_SECONDS = 1.0  # a fork server that does not read is broken
 SERVER_SECONDS = 15.0  # one that has not done for so long what it has to do is hung
 LOOK_SECONDS = 1.0  # whether it is
+ABORT_SECONDS = 2.0  # for a child that is killed to write down its stacks
 CHUNK_BYTES = 65_536
 FLOOD_PAUSE_SECONDS = 0.02  # for a child that says more than anybody reads
 LARGEST_WORD_BYTES = 8 * 1024 * 1024  # results and errors are two or three at most
@@ -83,6 +89,14 @@ NO_ANSWER = 113  # the exit code of a child that could not say how it ended
 STOPS: dict[bytes, type[TaskInterrupt]] = {b"t": TimeoutInterrupt, b"c": CancelInterrupt, b"s": StopInterrupt}
 _STOP_WORDS = {kind: word for word, kind in STOPS.items()}
 DRAINING = b"d"
+
+
+class SuspectLimits(NamedTuple):
+    """Of a suspect in a process of its own, which nobody else watches: what its worker's supervisor allows a worker."""
+
+    megabytes: int | None = None  # of memory
+    grace_seconds: float = 0.0  # that it may use more
+    stall_seconds: float | None = None  # without a sign of life: it holds the interpreter, or was stopped
 
 
 class Processes:
@@ -95,40 +109,123 @@ class Processes:
         note_progress: Callable[[Execution, str], None],
         stop_asked: threading.Event,
         witness: Witness,
+        *,
+        for_suspects: bool = False,
+        limits: SuspectLimits | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
         self._note_progress = note_progress
         self._stop_asked = stop_asked
         self._witness = witness
+        self._isolated: list[TaskFunction[..., Any]] = []
         self._functions: list[TaskFunction[..., Any]] = []
         self._server: ForkServer | None = None
         self._starting = threading.Lock()
         self._children: dict[Child, None] = {}
+        self._used_at = time.monotonic()
+        self._not_found: set[str] = set()  # names of functions that another interpreter does not find
+        self.is_offered = for_suspects and hasattr(os, "fork")  # to suspects, whatever their functions say
+        self._limits = limits or SuspectLimits()
 
-    def start(self, functions: Sequence[TaskFunction[..., Any]]) -> None:
-        """Begin to start what these need. Returns at once; nothing is started where nothing is isolated."""
-        self._functions = list(functions)
-        if self._functions:
+    def start(
+        self, isolated: Sequence[TaskFunction[..., Any]], functions: Sequence[TaskFunction[..., Any]] = ()
+    ) -> None:
+        """Begin to start what the isolated ones need. Returns at once; nothing is started where there are none. The
+        others may have to run in processes as suspects.
+        """
+        self._isolated = list(isolated)
+        self._functions = list(functions) if self.is_offered else self._isolated
+        if self._isolated:
             _refuse_without_fork()
-            self._server = ForkServer(self._config, self._functions)
+            self._server = self._new_server()
+        elif is_forked_ahead():
+            self.prepare()
+
+    def can_contain(self, function: TaskFunction[..., Any] | None) -> bool:
+        """A suspect of this function may run in a process of its own."""
+        if function is None or not self.is_offered:
+            return False
+        return function.task_options.isolation == "process" or function.name not in self._not_found
+
+    def prepare(self) -> None:
+        """Processes for suspects will be needed: begin to start the server, if there is none that lives. Returns at
+        once.
+        """
+        if self.is_offered and self._starting.acquire(blocking=False):
+            try:
+                server = self._server
+                if server is not None and server.is_usable():
+                    return
+                if server is not None:
+                    threading.Thread(target=server.stop, name="tasklib-unused", daemon=True).start()
+                self._server = self._new_server()
+            except (OSError, TasklibError) as error:
+                self._withdraw_offer(error)
+            finally:
+                self._starting.release()
+
+    def is_ready(self) -> bool:
+        """A child can be had at once. Never waits."""
+        server = self._server
+        if server is None or not self.is_offered or not self._starting.acquire(blocking=False):
+            return False
+        try:
+            return server.is_usable() and server.hear_if_ready()
+        except TasklibError as error:
+            self._withdraw_offer(error)
+            return False
+        finally:
+            self._starting.release()
+
+    def stop_if_unused(self) -> None:
+        """One that was started for suspects, takes memory of its own, and has had no suspects for a while."""
+        server = self._server
+        if server is None or server.is_shared or self._isolated or not self._starting.acquire(blocking=False):
+            return
+        try:
+            if self._server is not server:
+                return
+            if self._children or not server.is_ready:
+                self._used_at = time.monotonic()  # from here on it is counted
+            elif time.monotonic() > self._used_at + UNUSED_SECONDS:
+                self._server = None
+                threading.Thread(target=server.stop, name="tasklib-unused", daemon=True).start()
+        finally:
+            self._starting.release()
+
+    def _withdraw_offer(self, error: Exception) -> None:
+        """Suspects have to wait for an empty worker instead."""
+        self.is_offered = bool(self._isolated)
+        log.warning(
+            "fork_server.unusable", error=str(error),
+            consequence="suspects have no processes of their own: they wait for a worker that is empty",
+        )  # fmt: skip
+
+    def _new_server(self) -> ForkServer:
+        return ForkServer(self._config, self._functions, [each.name for each in self._isolated])
 
     def wait_until_ready(self) -> None:
-        """Unless the worker is told to stop. An error in the tasks' modules keeps it from starting."""
-        if self._server is not None:
+        """Unless the worker is told to stop. An error in the tasks' modules keeps it from starting, if they need it."""
+        if self._server is not None and self._isolated:
             self._server.wait_until_ready(self._stop_asked.is_set)
 
     def run(self, execution: Execution) -> Outcome:
         """In a child. Returns when it is gone."""
+        self._used_at = time.monotonic()
         try:
             order = self._order(execution)
         except InvalidTaskDefinition as error:
+            if not execution.wants_own_process:
+                return self._not_found_elsewhere(execution, str(error))
             return Failed(problem_of(error, code="INVALID_TASK"), may_retry=False)
         try:
             with self._child() as child:
                 execution.inside = child
                 if execution.interrupt_kind is not None:
                     return outcome_of(execution, execution.interrupt_kind())
+                if not execution.wants_own_process:
+                    child.limits = self._limits
                 child.begin(order)
                 return self._attend(execution, child)
         except (OSError, TasklibError) as error:
@@ -165,7 +262,7 @@ class Processes:
             if self._server is None or not self._server.is_usable():
                 if self._server is not None:
                     self._server.stop()
-                self._server = ForkServer(self._config, self._functions)
+                self._server = self._new_server()
             if not self._server.wait_until_ready(self._stop_asked.is_set):
                 raise TasklibError("the worker stops, and its fork server is not ready")
             return self._server
@@ -180,12 +277,21 @@ class Processes:
             "started": execution.started,
             "started_at": execution.started_by(self._clock),
             "clock": (self._clock.now(), time.monotonic()),
+            "is_usual": execution.wants_own_process,
         }
         return to_json(order)
+
+    def _not_found_elsewhere(self, execution: Execution, reason: str) -> Outcome:
+        """A suspect that cannot run in another process after all: it waits for an empty worker."""
+        self._not_found.add(execution.task.name)
+        log.warning("suspect.not_contained", task=execution.task.name, task_id=execution.id, reason=reason)
+        return Interrupted(began=True, ran=False)
 
     def _attend(self, execution: Execution, child: Child) -> Outcome:
         outcome: Outcome | None = None
         for word in child.words():
+            if isinstance(reason := word.get("not_here"), str):
+                outcome = self._not_found_elsewhere(execution, reason)
             if isinstance(progress := word.get("progress"), dict):
                 self._note_progress(execution, to_json(progress).decode())
             if isinstance(backend := word.get("backend"), int):
@@ -194,6 +300,8 @@ class Processes:
             if "outcome" in word:
                 outcome, execution.is_committed = decoded_outcome(word["outcome"]), word.get("is_committed")
                 child.must_be_gone_in(SERVER_SECONDS)
+            if isinstance(copy := word.get("copy"), int):
+                tell_of_copy(Copy(copy, execution.id))
         self._witness.disconnected(f"task {execution.id}")
         return outcome if outcome is not None else self._death(execution, child)
 
@@ -202,12 +310,13 @@ class Processes:
         if execution.interrupt_kind is not None:
             return outcome_of(execution, execution.interrupt_kind())
         if child.status is not None:
-            return Crashed(f"its process {how_it_died(child.status)}", alone=True)
+            reason = f"{OWN_PROCESS} {child.killed_because or how_it_died(child.status)}"
+            return Crashed(reason, alone=True, is_isolated=execution.wants_own_process)
         if child.pid is None:
             raise OSError(child.error or "the fork server has died")
         child.kill_group()  # nobody else does, now that the server is gone
         execution.task = execution.task._replace(state=State.RUNNING)  # it had begun, and others with it: a suspect
-        return Crashed("the fork server died under it")
+        return Crashed(SERVER_DIED)
 
 
 class Child:
@@ -226,6 +335,10 @@ class Child:
         self.pid: int | None = None
         self.status: int | None = None  # as `waitpid` tells it
         self.error: str | None = None
+        self.limits: SuspectLimits | None = None
+        self.killed_because: str | None = None
+        self._silent_looks = 0  # since its last word
+        self._too_large_since = math.inf
         self._has_ended = False
         self._expected_by = time.monotonic() + SERVER_SECONDS  # the server's next word
         try:
@@ -284,6 +397,7 @@ class Child:
                 *lines, said = (said + (chunk or b"")).split(b"\n")
                 yield from _read_words(lines)
                 self._guard(chunk or b"", said)
+            self._keep_in_limits(is_silent=not ready)
         while len(said) < LARGEST_WORD_BYTES and (chunk := self._received()):
             said += chunk
         yield from _read_words(said.split(b"\n"))
@@ -316,6 +430,27 @@ class Child:
             self._kill()
         elif len(chunk) == CHUNK_BYTES and b"\n" in chunk:
             time.sleep(FLOOD_PAUSE_SECONDS)
+
+    def _keep_in_limits(self, *, is_silent: bool) -> None:
+        """Looks are counted, and not seconds: whoever was frozen together with it has not looked."""
+        if self.limits is None or self.pid is None or self.status is not None or self.killed_because is not None:
+            return
+        self._silent_looks = self._silent_looks + 1 if is_silent else 0
+        used, most = _resident_megabytes(self.pid), self.limits.megabytes
+        is_too_large = most is not None and used > most
+        self._too_large_since = min(self._too_large_since, time.monotonic()) if is_too_large else math.inf
+        if time.monotonic() - self._too_large_since > self.limits.grace_seconds:
+            self.killed_because = f"was killed: it used {used:.0f} MB, and {most} are allowed"
+            with contextlib.suppress(OSError):  # the server has died, and its children with it
+                self._kill()
+        elif self.limits.stall_seconds is not None and self._silent_looks * LOOK_SECONDS > self.limits.stall_seconds:
+            self.killed_because = f"was killed: it has stood still for {self._silent_looks * LOOK_SECONDS:.0f} s"
+            self._abort()
+
+    def _abort(self) -> None:
+        """It leaves its stacks in the log."""
+        with contextlib.suppress(OSError):
+            self._server.send({"stop": self._number, "kill_after": ABORT_SECONDS, "signal": signal.SIGABRT})
 
     def _kill(self) -> None:
         self._server.send({"stop": self._number, "kill_after": 0})
@@ -356,41 +491,38 @@ def begin_with(function: str, arguments: Sequence[Any]) -> None:
 class ForkServer:
     """The interpreter that forks the children. It ends with its worker, and its children with it."""
 
-    def __init__(self, config: Config, functions: Sequence[TaskFunction[..., Any]]) -> None:
-        hello = to_json(_hello(config, functions)) + b"\n"
-        self._control, theirs = socket.socketpair()
+    def __init__(
+        self, config: Config, functions: Sequence[TaskFunction[..., Any]], required: Sequence[str] | None = None
+    ) -> None:
+        hello = to_json(_hello(config, functions, required)) + b"\n"
+        self._process, self._control, self.is_shared = launch()
         self._control.settimeout(SEND_SECONDS)
         self._sending = threading.Lock()
         self._forks = 0
-        self._is_ready = False
+        self.is_ready = False
         self._answer = b""
         self._deadline = time.monotonic() + BOOT_SECONDS
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, with arguments of our own
-                [os.fsdecode(multiprocessing.spawn.get_executable()), "-m", _MODULE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # what hits the worker's group leaves somebody to clear up
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
-            )
         with contextlib.suppress(OSError):  # it has died already: there will be no answer
             self._control.sendall(hello)
 
     def is_usable(self) -> bool:
         """It lives, and is ready or may become so."""
-        return self._process.poll() is None and (self._is_ready or time.monotonic() < self._deadline)
+        return self._process.poll() is None and (self.is_ready or time.monotonic() < self._deadline)
 
     def wait_until_ready(self, gives_up: Callable[[], bool]) -> bool:
-        while not self._is_ready:
+        while not self.is_ready:
             if gives_up():
                 return False
             if time.monotonic() > self._deadline:
                 raise TasklibError(f"the fork server for isolated tasks was not ready within {BOOT_SECONDS:g} s")
             self._hear()
-            if b"\n" in self._answer:
-                self._understand(from_json(self._answer))
-                self._is_ready = True
         return True
+
+    def hear_if_ready(self) -> bool:
+        """Whether it is ready. Never waits."""
+        if not self.is_ready and select.select([self._control], [], [], 0)[0]:
+            self._hear()
+        return self.is_ready
 
     def fork(self, channel: int, notice: int) -> int:
         """The number of the child."""
@@ -439,6 +571,9 @@ class ForkServer:
         if not heard:
             raise TasklibError(f"the fork server for isolated tasks {how_it_ended(self._process.wait())} at its start")
         self._answer += heard
+        if b"\n" in self._answer:
+            self._understand(from_json(self._answer))
+            self.is_ready = True
 
     def _understand(self, answer: Word) -> None:
         if "error" in answer:
@@ -449,9 +584,6 @@ class ForkServer:
                 consequence="the tasks' modules have started these at their import: a forked process has no threads "
                 "but its own, and shares connections with all the others",
             )  # fmt: skip
-
-
-_MODULE = "tasklib.worker.fork_server"
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -488,12 +620,22 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {name}{', perhaps out of memory' if -code == signal.SIGKILL else ''}"
 
 
+def _resident_megabytes(pid: int) -> float:
+    """0: it is gone, or this is not Linux."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1024**2
+
+
 # --- How tasks and outcomes are written between the two --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     claimed: ClaimedTask
+    is_usual: bool  # its function always runs so; else it is one that shares a worker with others
     place: str
     started: float
     started_at: datetime
@@ -506,6 +648,7 @@ def decoded_order(data: bytes) -> Order:
     said, asked_at = order["clock"]
     return Order(
         ClaimedTask(_typed(HeldTask._make(held)), *_typed(ClaimedTask(held, *rest))[1:]),
+        order["is_usual"],
         order["place"],
         order["started"],
         datetime.fromisoformat(order["started_at"]),
@@ -563,16 +706,16 @@ def _line(word: Word) -> bytes:
     return json.dumps(word).encode() + b"\n"
 
 
-def _hello(config: Config, functions: Sequence[TaskFunction[..., Any]]) -> Word:
+def _hello(config: Config, functions: Sequence[TaskFunction[..., Any]], required: Sequence[str] | None) -> Word:
     """Through the socket: nothing of it is seen in `ps` or in the environment."""
-    places = [place_of(each) for each in (*(function.function for function in functions), *around_hooks())]
+    places = [place_of(each) for each in (*(function.function for function in functions), *all_hooks())]
     apps = sys.modules.get("django.apps")
     return {
         "path": sys.path,
         "beginning": _beginning,
         "pythonpath": os.environ.get("PYTHONPATH"),
         "places": list(dict.fromkeys(places)),
-        "names": [each.name for each in functions],
+        "names": [each.name for each in functions] if required is None else list(required),
         "config": asdict(config),
         "is_initialised": application.is_initialised(),  # then the child has the same default client
         "is_django": apps is not None and apps.apps.ready and "DJANGO_SETTINGS_MODULE" in os.environ,

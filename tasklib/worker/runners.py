@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import inspect
+import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
+from uuid import UUID
 
 from tasklib.current import enter_task
-from tasklib.errors import TaskNotRegistered
+from tasklib.errors import DatabaseUnavailable, TaskNotRegistered
 from tasklib.log import log
 from tasklib.outcomes import (
     Cancel,
@@ -49,13 +53,18 @@ if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
+    from tasklib.worker.forks import Original
     from tasklib.worker.processes import Processes
     from tasklib.worker.transactions import Transactions
+
+MOST_FREE_RUNS = 10  # that a database which is away may cause, before it is taken for the task's own fault
+LONGEST_DELAY_SECONDS = 30.0
 
 Report: TypeAlias = "tuple[Execution, Outcome, float]"  # how it has ended, and when: monotonic
 Begin: TypeAlias = "Callable[[Execution], bool]"
 ReportAll: TypeAlias = "Callable[[Sequence[Report]], None]"
 Describe: TypeAlias = "Callable[[Execution], CurrentTask]"
+NOBODY = UUID(int=0)
 NewLoop: TypeAlias = "Callable[[], asyncio.AbstractEventLoop]"
 
 
@@ -68,7 +77,7 @@ def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
         missing = TaskNotRegistered(f"no task function is called {execution.task.name!r} in this worker")
         return Failed(problem_of(missing, code="UNKNOWN_TASK"), may_retry=False)
     try:
-        args, kwargs = function.arguments.decode(execution.claimed.args, execution.claimed.kwargs)
+        args, kwargs = function.arguments.decode(execution.claimed.args or "", execution.claimed.kwargs or "")
     except Exception as error:  # noqa: BLE001 - a validator of the user's may raise anything
         return Failed(problem_of(error, code="INVALID_ARGUMENTS"), may_retry=False)
     return functools.partial(function.function, *args, **kwargs)
@@ -112,7 +121,16 @@ def _meaning(execution: Execution, error: BaseException) -> Outcome:
         case Fail():
             return Failed(problem_of(error, codes), may_retry=False)
         case _:
-            return Failed(problem_of(error, codes), may_retry=_may_retry(error, options))
+            return _raised(execution.task, error, options)
+
+
+def _raised(task: HeldTask, error: BaseException, options: TaskOptions | None) -> Outcome:
+    """A database that is away is not the task's fault. What must not run twice does not, all the same."""
+    may_retry = _may_retry(error, options)
+    is_free = isinstance(error, DatabaseUnavailable) and may_retry and task.on_crash != "fail" and has_free_runs(task)
+    if is_free:
+        return Snoozed(delay_of_free_run(task))
+    return Failed(problem_of(error, None if options is None else options.error_codes), may_retry=may_retry)
 
 
 def _stopped(execution: Execution, error: BaseException) -> Outcome:
@@ -122,6 +140,18 @@ def _stopped(execution: Execution, error: BaseException) -> Outcome:
     if execution.interrupt_kind is CancelInterrupt:
         return Cancelled(problem_of(Cancel("on request").with_traceback(error.__traceback__), code="CANCELLED"))
     return Interrupted(began=True)
+
+
+def has_free_runs(task: HeldTask) -> bool:
+    return _free_runs(task) < MOST_FREE_RUNS
+
+
+def delay_of_free_run(task: HeldTask) -> float:
+    return min(2.0 ** min(_free_runs(task), 10), LONGEST_DELAY_SECONDS)
+
+
+def _free_runs(task: HeldTask) -> int:
+    return task.attempt - task.retry_count
 
 
 def _may_retry(error: BaseException, options: TaskOptions | None) -> bool:
@@ -148,9 +178,17 @@ class Runner:
     """Takes executions, begins them, reports how they ended; each in its own copy of the worker's context."""
 
     def __init__(
-        self, buffer: Buffer, begin: Begin, report_all: ReportAll, describe: Describe, transactions: Transactions
+        self,
+        buffer: Buffer,
+        begin: Begin,
+        report_all: ReportAll,
+        describe: Describe,
+        transactions: Transactions,
+        *,
+        original: Original,
     ) -> None:
         self._buffer = buffer
+        self._original = original
         self._begin = begin
         self._report_all = report_all
         self._describe = describe
@@ -188,9 +226,10 @@ class ThreadRunner(Runner):
         describe: Describe,
         transactions: Transactions,
         *,
+        original: Original,
         processes: Processes,
     ) -> None:
-        super().__init__(buffer, begin, report_all, describe, transactions)
+        super().__init__(buffer, begin, report_all, describe, transactions, original=original)
         self._processes = processes
         self._threads: list[threading.Thread] = []
 
@@ -231,6 +270,7 @@ class ThreadRunner(Runner):
                 raise execution.interrupt_kind
             return completed(execution, refuse_unfinished(call_inside_hooks(call)))
         finally:
+            self._original.end_if_copy(execution.id)
             seat.stand_up()
 
 
@@ -245,18 +285,21 @@ class CoroutineRunner(Runner):
         describe: Describe,
         transactions: Transactions,
         *,
+        original: Original,
         new_loop: NewLoop,
     ) -> None:
-        super().__init__(buffer, begin, report_all, describe, transactions)
+        super().__init__(buffer, begin, report_all, describe, transactions, original=original)
         self._loop = new_loop()
         self._running: dict[Execution, asyncio.Task[Outcome]] = {}
         self._reports: list[Report] = []
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)
         self._is_turn_due = False
         self._is_stopping = False
+        self._forked_by = NOBODY  # in a copy of this process: the task that has made it
 
     def start(self) -> None:
         self._thread.start()
+        _loops.add(self)
 
     def provide(self) -> None:
         if not self._is_turn_due and not self._loop.is_closed():
@@ -303,10 +346,24 @@ class CoroutineRunner(Runner):
         try:
             self._loop.run_forever()
         except BaseException:  # noqa: BLE001 - see above
+            self._original.end_if_copy(self._forked_by)
             log.exception("loop.interrupted")
+        self._original.end_if_copy(self._forked_by)
+
+    def leave_if_copied(self) -> None:
+        """In a process that was just forked. If it was forked on the loop, it has the loop's other tasks, too: none of
+        them may go on in it when the one that has forked returns, or waits for something.
+        """
+        if threading.get_ident() == self._thread.ident:
+            current = asyncio.current_task(self._loop)
+            self._forked_by = next((each.id for each, task in self._running.items() if task is current), NOBODY)
+            self._loop.stop()
+            with contextlib.suppress(AttributeError):  # uvloop shows it to nobody; asyncio's own ends without it
+                self._loop._ready.clear()  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _turn(self) -> None:
         """Once in a turn of the loop: what has ended in it is reported, and what may start is started."""
+        self._original.end_if_copy(self._forked_by)
         self._is_turn_due = False
         reports, self._reports = self._reports, []
         if reports:
@@ -367,7 +424,22 @@ class CoroutineRunner(Runner):
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind must not end the loop
             outcome = outcome_of(execution, error)
         execution.has_ended = True
-        return outcome if execution.opening is None else await self._transactions.end_async(execution, outcome)
+        if execution.opening is None:
+            return outcome
+        self._original.end_if_copy(execution.id)
+        return await self._transactions.end_async(execution, outcome)
+
+
+_loops: weakref.WeakSet[CoroutineRunner] = weakref.WeakSet()
+
+
+def _leave_loops() -> None:
+    for runner in list(_loops):
+        runner.leave_if_copied()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_loops)
 
 
 async def _gathered(tasks: set[asyncio.Task[Any]]) -> None:

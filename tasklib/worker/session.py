@@ -9,19 +9,21 @@ import contextlib
 import math
 import re
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
-from psycopg import sql
 
 from tasklib.connection import (
     WORKER_SETTINGS,
     BoundedConnection,
     is_connection_lost,
     is_passing_conflict,
+    may_be_the_session,
     meet,
     send_alone,
     send_as_transaction,
+    set_local,
+    with_looks,
     worker_connection_string,
 )
 from tasklib.log import log
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RV = TypeVar("RV")
 CONFLICT_TRIES = 5
-_LOST_PREPARED = frozenset({"26000", "42P05"})  # a pooler gave us another server connection
+REFUSED_SECONDS = 300.0
+
+# A pooler gave us another server connection, which has not prepared this, or has something else; it is read-only, so
+# that nothing can be done with it, while a new one may be writable.
+_LOST = frozenset({"26000", "42P05", "25006"})
 
 
 class Session:
@@ -58,13 +64,17 @@ class Session:
         self._on_wait = on_wait
         self._dsn = worker_connection_string(config, role)
         self._settings = WORKER_SETTINGS | dict(re.findall(r"-c (\w+)=(\S+)", settings))
-        self._settings_for_once = _set_local(self._settings)
+        of_a_session = {"default_transaction_isolation"}
+        self._settings_for_once = set_local(
+            {name: value for name, value in self._settings.items() if name not in of_a_session}
+        ).as_bytes()
         self._timeout_seconds = timeout_seconds or config.database_timeout_seconds
         self._conn: BoundedConnection | None = None
         self._connected_at = math.inf
         self._has_told_of_pooler = False
         self.has_own_address = role == "listen" and config.listen_database_url is not None
         self.connections = 0  # how often it has connected: who remembers the number can tell a new connection
+        self.answers = 0  # grows with each statement that is answered, and each connection
 
     def run(self, statement: Statement[T]) -> T:
         conn = self.connection()
@@ -75,6 +85,22 @@ class Session:
                 if not is_passing_conflict(error):
                     raise
         return self._send(conn, statement)
+
+    def run_patiently(self, statement: Statement[T], lock_seconds: float) -> T:
+        """With another lock_timeout, for this once."""
+        conn = self.connection()
+        settings = self._settings | {"lock_timeout": f"{lock_seconds:g}s"}
+        del settings["default_transaction_isolation"]
+        conn.deadline = time.monotonic() + self._timeout_seconds
+        try:
+            answer = send_as_transaction(conn, set_local(settings).as_bytes(), statement)
+            self.answers += 1
+            return answer  # noqa: TRY300 - as below
+        except psycopg.Error as error:
+            self._close_if_lost(conn, error)
+            raise
+        finally:
+            conn.deadline = math.inf
 
     def run_by_main_address(self, statement: Statement[T]) -> bool:
         """On a connection for this once. True: there is a pooler in between."""
@@ -87,6 +113,7 @@ class Session:
             self._conn = self._connect()
             self._connected_at = time.monotonic()
             self.connections += 1
+            self.answers += 1
         return self._conn
 
     @property
@@ -111,13 +138,22 @@ class Session:
     def _send(self, conn: BoundedConnection, statement: Statement[T]) -> T:
         conn.deadline = time.monotonic() + self._timeout_seconds
         try:
-            return self._send_pooled(conn, statement) if conn.is_pooled else send_alone(conn, statement)
+            answer = self._send_pooled(conn, statement) if conn.is_pooled else send_alone(conn, statement)
+            self.answers += 1
+            return answer  # noqa: TRY300 - an error of the count is none of the statement's
         except psycopg.Error as error:
-            if conn.closed or is_connection_lost(error) or error.sqlstate in _LOST_PREPARED:
-                self.close()
+            self._close_if_lost(conn, error)
             raise
         finally:
             conn.deadline = math.inf
+
+    def _close_if_lost(self, conn: BoundedConnection, error: psycopg.Error) -> None:
+        if conn.closed or is_connection_lost(error) or error.sqlstate in _LOST or self._may_be_stale(error):
+            self.close()
+
+    def _may_be_stale(self, error: psycopg.Error) -> bool:
+        """Not every time: what is refused for good would leave no session that lasts, and the reaper needs one."""
+        return may_be_the_session(error) and self.age_seconds > REFUSED_SECONDS
 
     def _made(self) -> BoundedConnection:
         if self._on_wait is None:
@@ -130,11 +166,7 @@ class Session:
         """A server connection is ours for one transaction, and so are its settings: they go with each statement, all in
         one round trip.
         """
-        try:
-            return send_as_transaction(conn, self._settings_for_once, statement)
-        except psycopg.Error:
-            _end_transaction(conn)
-            raise
+        return send_as_transaction(conn, self._settings_for_once, statement)
 
     def _connect(self) -> BoundedConnection:
         conn = self._made()
@@ -156,29 +188,4 @@ class _AudibleConnection(BoundedConnection):
     on_wait: Callable[[], None] = staticmethod(lambda: None)
 
     def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
-        return super().wait(self._aloud(gen), *args, **kwargs)
-
-    def _aloud(self, gen: Generator[Any, Any, RV]) -> Generator[Any, Any, RV]:
-        try:
-            wanted = next(gen)
-            while True:
-                ready = yield wanted
-                self.on_wait()
-                wanted = gen.send(ready)
-        except StopIteration as stop:
-            return cast("RV", stop.value)
-
-
-def _end_transaction(conn: BoundedConnection) -> None:
-    with contextlib.suppress(psycopg.Error):  # the error before it says more
-        conn.rollback()
-    if conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-        conn.close()
-
-
-def _set_local(settings: dict[str, str]) -> bytes:
-    set_config = sql.SQL("set_config({}, {}, true)")
-    given = [
-        set_config.format(name, value) for name, value in settings.items() if name != "default_transaction_isolation"
-    ]
-    return (sql.SQL("select ") + sql.SQL(", ").join(given)).as_bytes()
+        return super().wait(with_looks(gen, self.on_wait), *args, **kwargs)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.outcomes import AttemptOutcome
-    from tasklib.statements import WorkerStatements
+    from tasklib.statements import Statement, WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.clock import Reading
     from tasklib.worker.execution import Execution
@@ -38,7 +38,10 @@ K = TypeVar("K")
 UNSTORABLE = "UNSTORABLE"
 LARGEST_BATCH = 1_000
 LARGEST_BATCH_CHARACTERS = 8_000_000
-BLOCKED_PAUSE_SECONDS = 2.0
+MOST_CHARACTERS = 64_000_000  # of ends that wait to be written
+FEW = 50  # ends are not worth counting their characters
+BLOCKED_PAUSE_SECONDS = 1.0
+LAST_TRY_SECONDS = 3.0  # for a lock, where no row of the batch is locked
 Success: TypeAlias = "tuple[Execution, str | None, float, Reading]"  # with its result, and when: as in Ended
 
 
@@ -90,6 +93,13 @@ class Settler:
 
     def add_success(self, success: Success) -> None:
         self._successes.append(success)
+
+    def is_behind(self) -> bool:
+        """So much waits to be written that its worker should not run more."""
+        if len(self) < FEW:
+            return False
+        results = sum(len(result) for _, result, _, _ in list(self._successes) if result)
+        return results + sum(_size(each.settlement) for each in list(self._ended)) > MOST_CHARACTERS
 
     def __len__(self) -> int:
         """How many could be written now."""
@@ -177,9 +187,7 @@ class Settler:
         batch: list[Ended] = []
         size = 0
         for each in list(self._ended)[: self._most]:
-            size += len(each.settlement.result or "") + len(
-                each.settlement.problem.text if each.settlement.problem else ""
-            )
+            size += _size(each.settlement)
             if batch and size > LARGEST_BATCH_CHARACTERS:
                 break
             batch.append(each)
@@ -193,8 +201,9 @@ class Settler:
         executions = {each.execution for each in batch}
         claims = self._buffer.claims_ended_by(executions)
         sent_at = time.monotonic()
+        statement = self._statements.settle(worker_id, map(Ended.to_json, batch), claims)
         try:
-            settled = set(self._session.run(self._statements.settle(worker_id, map(Ended.to_json, batch), claims)))
+            settled = set(self._run(statement, is_patient=is_last_try))
         except psycopg.errors.LockNotAvailable:
             if is_last_try:
                 self._set_aside(batch)
@@ -215,6 +224,9 @@ class Settler:
         self._tell_lost(batch, settled)
         self._buffer.settled(executions)
 
+    def _run(self, statement: Statement[T], *, is_patient: bool) -> T:
+        return self._session.run_patiently(statement, LAST_TRY_SECONDS) if is_patient else self._session.run(statement)
+
     def _written_before(self, worker_id: str, batch: Sequence[Ended]) -> set[UUID]:
         """After a lost connection: nothing is written the second time because it was the first. What never began leaves
         no trace by which to tell.
@@ -230,8 +242,9 @@ class Settler:
         )
 
     def _settle_unlocked(self, worker_id: str, batch: Sequence[Ended]) -> None:
-        """Somebody holds a row of the batch: the others do not wait for it. If nobody does any more, it may have been
-        another row that the statement needs, of `claims`: once more, and then all of them wait.
+        """Somebody holds a row of the batch: the others do not wait for it. If nobody does, it was another lock that
+        the statement needs: of a row of `claims`, or the one that commits take in turn when they notify. Once more,
+        with patience, and then all of them wait.
         """
         free = set(self._session.run(self._statements.unlocked([each.execution.id for each in batch])))
         blocked = [each for each in batch if each.execution.id not in free]
@@ -278,6 +291,10 @@ class Settler:
                 log.info("commit.found", task=task.name, task_id=task.id)
             elif is_committed and task.id in settled:
                 log.error("commit.lost", task=task.name, task_id=task.id, consequence="it will run again")
+
+
+def _size(settlement: Settlement) -> int:
+    return len(settlement.result or "") + len(settlement.problem.text if settlement.problem else "")
 
 
 def _completions(batch: Sequence[Success]) -> Completions:

@@ -119,7 +119,16 @@ class Tally:
                 _add(amounts, ("duration", name, queue), histogram(SECONDS, seconds_of))
         self.add(amounts)
 
-    def found(self, name: str, queue: str, outcome: AttemptOutcome, *, seconds: float, will_retry: bool) -> None:
+    def found(
+        self,
+        name: str,
+        queue: str,
+        outcome: AttemptOutcome,
+        *,
+        seconds: float,
+        will_retry: bool,
+        is_buried: bool = False,
+    ) -> None:
         """An attempt that was written by somebody who did not live to count it."""
         amounts: Amounts = {
             ("finished", name, queue, outcome.lower()): [1.0],
@@ -127,6 +136,10 @@ class Tally:
         }
         if outcome in {"FAILED", "TIMED_OUT"}:
             amounts["retried" if will_retry else "failed", name, queue] = [1.0]
+        elif is_buried:
+            amounts["buried", name] = [1.0]
+        elif outcome == "WORKER_FAILURE" and not will_retry:
+            amounts["failed", name, queue] = [1.0]
         self.add(amounts)
 
     def expired(self, count: int) -> None:

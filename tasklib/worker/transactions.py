@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import random
 import threading
 import time
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from psycopg import conninfo
 from psycopg.pq import TransactionStatus
 
 from tasklib.connection import (
+    SEARCH_PATH,
     BoundedConnection,
     WatchedConnection,
     connection_string,
@@ -30,13 +33,14 @@ from tasklib.connection import (
 )
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.log import log
-from tasklib.outcomes import Completed, Failed, Interrupted
+from tasklib.outcomes import Completed, Failed, Interrupted, Snoozed, TimedOut
 from tasklib.statements import Statement, settlement_json
+from tasklib.worker.loop import FIRST_PAUSE_SECONDS
 from tasklib.worker.problems import problem_of
-from tasklib.worker.runners import outcome_of
+from tasklib.worker.runners import delay_of_free_run, has_free_runs, outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import datetime
     from uuid import UUID
 
@@ -49,15 +53,21 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", BoundedConnection, WatchedConnection)
 
-MOST_FREE_RUNS = 10  # that a broken connection may cause, before it is taken for the task's own fault
+LONGEST_PAUSE_SECONDS = 1.0  # between two tries to connect
+WAITED_SHARE = 0.1  # of a task's time: what is less is not why it was over
 
 # A task may think for as long as its own timeout says. The mark is gone when the transaction is: a COMMIT or ROLLBACK
 # in the task's own SQL, which psycopg cannot refuse.
-_BEGIN = "select set_config('idle_in_transaction_session_timeout', '0', true), set_config('tasklib.task', 'here', true)"
+_BEGIN = """select pg_catalog.set_config('idle_in_transaction_session_timeout', '0', true),
+                   pg_catalog.set_config('tasklib.task', 'here', true)"""
 
-# From now on the task's row is locked: if we fall silent, the server must not wait for us.
-_IS_WHOLE = """select current_setting('tasklib.task', true) = 'here',
-                      set_config('idle_in_transaction_session_timeout', $1, true)"""
+# From now on the task's row is locked: if we fall silent, the server must not wait for us. The session is the task's,
+# and so is its search_path. It is ours for the completion alone: deferred triggers of the task's tables come after it.
+_IS_WHOLE = """select pg_catalog.current_setting('tasklib.task', true) operator(pg_catalog.=) 'here',
+                      pg_catalog.current_setting('search_path'),
+                      pg_catalog.set_config('idle_in_transaction_session_timeout', $1, true),
+                      pg_catalog.set_config('search_path', $2, true)"""
+_GIVE_BACK_PATH = "select pg_catalog.set_config('search_path', $1, true)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,8 @@ class Transactions:
         with opening:  # the task may have threads of its own
             _refuse_ended(execution)
             if execution.transaction is None:
-                execution.transaction = self._begin()
+                with _measured_wait(execution):
+                    execution.transaction = self._begin_when_possible(execution)
                 self._tell_connected(execution)
             conn: BoundedConnection = execution.transaction.conn
             return conn
@@ -113,7 +124,8 @@ class Transactions:
         async with execution.opening:  # two may ask at once
             _refuse_ended(execution)
             if execution.transaction is None:
-                execution.transaction = await self._begin_async()
+                with _measured_wait(execution):
+                    execution.transaction = await self._begin_when_possible_async(execution)
                 self._tell_connected(execution)
             conn: WatchedConnection = execution.transaction.conn
             return conn
@@ -125,6 +137,7 @@ class Transactions:
             return outcome
         with execution.opening:
             transaction = execution.transaction
+        outcome = _without_the_wait(execution, outcome)
         return outcome if transaction is None else self._end(execution, outcome, transaction)
 
     def _end(self, execution: Execution, outcome: Outcome, transaction: Transaction[BoundedConnection]) -> Outcome:
@@ -134,10 +147,13 @@ class Transactions:
             if isinstance(outcome, Completed):
                 if conn.closed:
                     return _spoilt(_CLOSED)
-                if not send(conn, [self._is_whole()])[0]:
+                is_whole, search_path = send(conn, [self._is_whole()])[0]
+                if not is_whole:
                     return _spoilt(_ENDED)
                 if not send(conn, [self._completion(execution, outcome)])[0]:
                     return _not_ours(execution)
+                with _left_to_the_commit():
+                    send(conn, [_give_back(search_path)])
                 execution.is_committed = None  # from here on nobody knows, until the answer comes
                 transaction.block.__exit__(None, None, None)
                 execution.is_committed = True
@@ -163,6 +179,7 @@ class Transactions:
         assert execution.opening is not None  # noqa: S101 - see above
         async with execution.opening:
             transaction = execution.transaction
+        outcome = _without_the_wait(execution, outcome)
         if transaction is None:
             return outcome
         conn: WatchedConnection = transaction.conn
@@ -171,10 +188,13 @@ class Transactions:
                 if conn.closed:
                     return _spoilt(_CLOSED)
                 async with asyncio.timeout(self._seconds):
-                    if not (await send_async(conn, [self._is_whole()]))[0]:
+                    is_whole, search_path = (await send_async(conn, [self._is_whole()]))[0]
+                    if not is_whole:
                         return _spoilt(_ENDED)
                     if not (await send_async(conn, [self._completion(execution, outcome)]))[0]:
                         return _not_ours(execution)
+                    with _left_to_the_commit():
+                        await send_async(conn, [_give_back(search_path)])
                     execution.is_committed = None
                     await transaction.block.__aexit__(None, None, None)
                     execution.is_committed = True
@@ -190,8 +210,10 @@ class Transactions:
         conn: BoundedConnection | WatchedConnection = execution.transaction.conn
         self._witness.connected(_role(execution), 0 if conn.is_pooled else conn.info.backend_pid)
 
-    def _is_whole(self) -> Statement[bool]:
-        return Statement(_IS_WHOLE, (str(max(int(self._seconds * 1000), 1)),), lambda rows: rows[0][0] is True)
+    def _is_whole(self) -> Statement[tuple[bool, str]]:
+        """And what the task's search_path is."""
+        idle_limit = str(max(int(self._seconds * 1000), 1))
+        return Statement(_IS_WHOLE, (idle_limit, SEARCH_PATH), lambda rows: (rows[0][0] is True, rows[0][1]))
 
     def _completion(self, execution: Execution, outcome: Completed) -> Statement[list[UUID]]:
         now = self.clock.now()
@@ -202,14 +224,35 @@ class Transactions:
         )  # fmt: skip
         return self._statements.settle(execution.task.worker_id, [settled])
 
+    def _begin_when_possible(self, execution: Execution) -> Transaction[BoundedConnection]:
+        """A server that has no connection left, or is not there, is no fault of the task's: it waits, for as long as it
+        may run.
+        """
+        while True:
+            try:
+                return self._begin()
+            except psycopg.Error as error:
+                time.sleep(_pause_after(execution, error))
+            _refuse_stopped(execution)
+
+    async def _begin_when_possible_async(self, execution: Execution) -> Transaction[WatchedConnection]:
+        while True:
+            try:
+                return await self._begin_async()
+            except psycopg.Error as error:
+                await asyncio.sleep(_pause_after(execution, error))
+            _refuse_stopped(execution)
+
     def _begin(self) -> Transaction[BoundedConnection]:
         conn = BoundedConnection.connect(self._dsn)
         try:
-            meet(conn)
+            conn.deadline = time.monotonic() + self._seconds
+            meet(conn, {})
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
             block = conn.transaction()
             block.__enter__()
             conn.execute(_BEGIN)
+            conn.deadline = math.inf  # from here on it is the task's, which has a limit of its own
         except BaseException:  # an interrupt of the task, too
             conn.pgconn.finish()
             raise
@@ -218,15 +261,64 @@ class Transactions:
     async def _begin_async(self) -> Transaction[WatchedConnection]:
         conn = await WatchedConnection.connect(self._dsn)
         try:
-            await meet_async(conn)
+            await meet_async(conn, {})
+            conn.deadline = time.monotonic() + self._seconds
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             block = conn.transaction()
             await block.__aenter__()
             await conn.execute(_BEGIN)
+            conn.deadline = math.inf
         except BaseException:
             conn.pgconn.finish()
             raise
         return Transaction(conn, block)
+
+
+@contextlib.contextmanager
+def _measured_wait(execution: Execution) -> Iterator[None]:
+    """A connection that was opened at once was not waited for, however slow that was."""
+    began = time.monotonic()
+    was_opened_at_once = False
+    try:
+        yield
+        was_opened_at_once = execution.failed_connects == 0
+    finally:
+        if not was_opened_at_once:
+            execution.waited_seconds += time.monotonic() - began
+
+
+def _without_the_wait(execution: Execution, outcome: Outcome) -> Outcome:
+    """A task that has waited for its connection has not used its time itself, also if it got one at last: it is given
+    back at no cost, however often. What must not run twice does not, all the same.
+    """
+    limit = execution.task.timeout_seconds
+    if not isinstance(outcome, TimedOut) or limit is None or execution.task.on_crash == "fail":
+        return outcome
+    return Snoozed(delay_of_free_run(execution.task)) if execution.waited_seconds > WAITED_SHARE * limit else outcome
+
+
+def _pause_after(execution: Execution, error: psycopg.Error) -> float:
+    """Never twice the same: many tasks must not come back at the same moment."""
+    if not is_connection_lost(error):
+        raise error
+    execution.failed_connects += 1
+    if execution.failed_connects == 1:
+        log.warning(
+            "transaction.waits",
+            task=execution.task.name,
+            task_id=execution.id,
+            error=str(error).strip().partition("\n")[0],
+            hint="it waits for a connection of its own, within its time limit",
+        )
+    longest = min(FIRST_PAUSE_SECONDS * 2.0 ** min(execution.failed_connects - 1, 10), LONGEST_PAUSE_SECONDS)
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+
+
+def _refuse_stopped(execution: Execution) -> None:
+    """The interrupt lands in the task's own thread, and this may be another one that it has started."""
+    _refuse_ended(execution)
+    if execution.interrupt_kind is not None and not execution.is_coroutine:
+        raise execution.interrupt_kind
 
 
 def _close(transaction: Transaction[BoundedConnection]) -> None:
@@ -255,6 +347,15 @@ async def _close_async(transaction: Transaction[WatchedConnection], seconds: flo
     conn.pgconn.finish()
 
 
+def _give_back(search_path: str) -> Statement[None]:
+    return Statement(_GIVE_BACK_PATH, (search_path,), lambda _: None)
+
+
+def _left_to_the_commit() -> contextlib.suppress:
+    """What the task has left running may have aborted the transaction since its completion: the COMMIT shows it."""
+    return contextlib.suppress(psycopg.errors.InFailedSqlTransaction)
+
+
 def _role(execution: Execution) -> str:
     return f"task {execution.id}"
 
@@ -279,7 +380,7 @@ def _outcome_of(execution: Execution, error: Exception) -> Outcome:
         return _spoilt(_ABORTED)
     if not isinstance(error, psycopg.Error) or is_connection_lost(error):
         _tell_broken(error, task=task.name, task_id=task.id)
-        if task.attempt - task.retry_count < MOST_FREE_RUNS:
+        if has_free_runs(task):
             return Interrupted(began=True)
     return outcome_of(execution, error)
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from uuid import UUID
 
+    from tasklib.worker.processes import SuspectLimits
     from tasklib.worker.runners import NewLoop
     from tasklib.worker.tally import Tally
 
+SHORTEST_POLL_SECONDS = 0.001
 LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
 
 
@@ -50,6 +52,8 @@ class TaskWorker:
         grace_seconds: float = 30.0,
         listen: bool = True,
         duties: bool = True,
+        suspects_in_processes: bool = False,
+        suspect_limits: SuspectLimits | None = None,
         handle_signals: bool | None = None,
         witness: Witness | None = None,
         tally: Tally | None = None,
@@ -57,7 +61,10 @@ class TaskWorker:
         _check(config, concurrency, poll_interval_seconds, buffer_size, grace_seconds)
         self._config = config
         self._menu = Menu(default_registry, _checked_queues(queues), _names(tasks))
-        self._options = Options(concurrency, float(poll_interval_seconds), buffer_size, grace_seconds, listen, duties)
+        self._options = Options(
+            concurrency, float(poll_interval_seconds), buffer_size, grace_seconds, listen, duties,
+            suspects_in_processes, suspect_limits,
+        )  # fmt: skip
         self._handle_signals = handle_signals
         self._stop_asked = threading.Event()
         self._crew: Crew | None = None
@@ -263,13 +270,15 @@ def _check(config: Any, concurrency: Any, poll: Any, buffer_size: Any, grace: An
         raise InvalidConfig("TaskWorker takes a tasklib.Config first, e.g. tasklib.Config(database_url=...)")
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidOptions(f"concurrency must be a whole number from 1 on, got {concurrency!r}")
-    if not 0 < poll <= LONGEST_POLL_SECONDS:
+    if isinstance(poll, bool) or not SHORTEST_POLL_SECONDS <= poll <= LONGEST_POLL_SECONDS:
         raise InvalidOptions(
-            f"poll_interval_seconds must be above 0 and at most {LONGEST_POLL_SECONDS:g}, got {poll!r}"
+            f"poll_interval_seconds must be a number from {SHORTEST_POLL_SECONDS:g} to {LONGEST_POLL_SECONDS:g}, "
+            f"got {poll!r}"
         )
-    if buffer_size is not None and (not isinstance(buffer_size, int) or buffer_size < 0):
+    is_count = isinstance(buffer_size, int) and not isinstance(buffer_size, bool) and buffer_size >= 0
+    if buffer_size is not None and not is_count:
         raise InvalidOptions(f"buffer_size must be a whole number, or None for an adaptive one, got {buffer_size!r}")
-    if grace < 0:
+    if not grace >= 0:  # NaN is not
         raise InvalidOptions(f"grace_seconds must not be negative, got {grace!r}")
 
 

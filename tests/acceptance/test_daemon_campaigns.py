@@ -92,7 +92,64 @@ def test_counters_are_right_though_workers_are_killed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.direct
+def test_bad_rows_keep_nobody_from_being_recovered() -> None:
+    """Rows with extreme values in every table, and among what the victims hold; what is healthy is completed."""
+    said = run("poison", "--kills 5 --seconds-per-kill 1 --rate 10 --share 0.1 --recovery-seconds 60")
+    assert "all invariants hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
 def test_scrapes_are_answered_while_a_backlog_is_drained() -> None:
     """All of them. What they cost is not for a machine to say on which others work."""
     said = run("scrapes", "--rounds 1 --tasks 2000 --least-share 0.2")
+    assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_no_value_of_a_page_is_read_half_written() -> None:
+    """The supervisor judges workers by what it reads there: a torn beacon is a hung worker."""
+    said = run("beacon", "--seconds 5")
+    assert "no value was read torn" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_nobody_pays_for_connections_that_others_use_up() -> None:
+    """Tasks that write through their own connection wait for it, or are given back; each writes once."""
+    said = run("connections", "--rounds 3 --rate 8 --longest-seconds 5")
+    assert "all invariants hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_suspects_start_beside_any_load() -> None:
+    """Workers are killed under a backlog, and beside long tasks; how soon is judged on a quiet machine."""
+    said = run("suspects", "--kills 1 --seconds-per-kill 0.2 --recovery-seconds 60 --crowded-seconds 60")
+    assert said.count("all invariants hold") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_tasks_end_after_a_failover_that_lost_their_ends() -> None:
+    """Long before their locks have passed."""
+    said = run("failover", "--rounds 1 --end-seconds 120")
+    assert "all tasks have ended" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_locked_rows_hold_up_nobody_else() -> None:
+    """Tasks lock their own rows, and users those of others. What is left of the speed is judged on a quiet machine."""
+    said = run("locks", "--seconds 6 --least-share 0.1")
+    assert "all invariants hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_many_queues_names_and_large_arguments_are_borne() -> None:
+    """In small; how well is judged on a quiet machine."""
+    small = "--queues 300 --tasks 1500 --large 8 --names 200"
+    said = run("wide", f"{small} --least-share 0 --default-seconds 60 --more-seconds 10")
     assert "all bounds hold" in said

@@ -20,7 +20,7 @@ from tests.daemons import daemon
 from tests.promtool import Series, by_labels, check_metrics, needs_promtool, value
 from tests.recount import differences
 from tests.scraping import ask, free_port, scrape
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,9 +53,17 @@ def submit_all(client: tasklib.Client, dice: random.Random, count: int) -> None:
     client.submit_many([mixed.draw(dice) for _ in range(count)])
 
 
-def kill_a_worker(made: Daemon, dice: random.Random) -> None:
-    with contextlib.suppress(ProcessLookupError, IndexError):  # it may be dead already
-        os.kill(dice.choice(made.workers())["pid"], signal.SIGKILL)
+def kill_a_worker(made: Daemon, dice: random.Random, killed: set[int]) -> None:
+    """One that was not killed before: that it is dead may not be known yet."""
+
+    def left() -> list[int]:
+        return [each["pid"] for each in made.workers() if each["pid"] not in killed]
+
+    wait_until(lambda: bool(left()), "a worker that can be killed")
+    pid = dice.choice(left())
+    killed.add(pid)
+    with contextlib.suppress(ProcessLookupError):  # it has crashed meanwhile
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_counters_agree_with_a_recount_by_sql(books: Conn) -> None:
@@ -63,6 +71,7 @@ def test_counters_agree_with_a_recount_by_sql(books: Conn) -> None:
     not live to count it. And the statistics by the minute have them all when the daemon has stopped.
     """
     dice = random.Random(7)
+    killed: set[int] = set()
     port = free_port()
     unfinished = "select count(*) from tasklib.tasks where completed_at is null"
     with (
@@ -73,20 +82,21 @@ def test_counters_agree_with_a_recount_by_sql(books: Conn) -> None:
         for _ in range(10):
             submit_all(client, dice, 60)
             time.sleep(dice.uniform(0.05, 0.25))  # so that it is hit at any moment of a batch
-            kill_a_worker(made, dice)
+            kill_a_worker(made, dice, killed)
         wait_until(lambda: books.execute(unfinished).fetchone() == (0,), "all to end", seconds=40)
         with contextlib.suppress(AssertionError):  # the last counts take a second
             wait_until(lambda: differences(books, scrape(port)) == [], seconds=5)
         series = scrape(port)
         assert differences(books, series) == []
-        assert by_labels(series, "tasklib_worker_deaths_total", "cause")["crash",] >= 8
+        assert by_labels(series, "tasklib_worker_deaths_total", "cause")["crash",] >= len(killed)
         recoveries = value(series, "tasklib_recovery_duration_seconds_count")
         assert recoveries is not None
         assert recoveries >= 8
         started = value(series, "tasklib_tasks_started_total")
         assert started is not None
         assert started >= sum(by_labels(series, "tasklib_tasks_finished_total", "task").values()) * 0.9
-        assert by_labels(series, "tasklib_tasks_suspected_total", "task")["crash",] == 1
+        # More than once if a worker is killed while it has a process of its own there: that is no strike.
+        assert by_labels(series, "tasklib_tasks_suspected_total", "task")["crash",] >= 1
         assert by_labels(series, "tasklib_tasks_lost_total", "cause")["worker_died",] > 0
         made.stop()
         attempts = books.execute("select count(*) from tasklib.task_attempts").fetchone()
@@ -120,16 +130,18 @@ def test_the_cluster_is_told_by_one_daemon_at_a_time(books: Conn) -> None:
             for port in ports
         }
         for each in daemons.values():
-            each.wait_for("daemon.ready")
+            each.wait_for("daemon.ready", seconds=START_SECONDS)
         wait_until(lambda: len(tellers()) == 1, "one of them to tell")
         (first,) = tellers()
-        assert value(scrape(first), "tasklib_elected") == 1
+        # It tells what it has read at once, and every second how it is.
+        wait_until(lambda: value(scrape(first), "tasklib_elected") == 1, "it to be the elected one")
         (other,) = set(ports) - {first}
         assert value(scrape(other), "tasklib_elected") == 0
         daemons[first].stop()
         ports.remove(first)
         wait_until(lambda: tellers() == [other], "the other one to tell")
-        assert value(scrape(other), "tasklib_cluster_workers", state="alive") == 1
+        alive = {"state": "alive"}
+        wait_until(lambda: value(scrape(other), "tasklib_cluster_workers", **alive) == 1, "its own reading")
 
 
 def test_a_dead_database_leaves_metrics_and_livez_answering() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import subprocess
+import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import psycopg
 import pytest
@@ -14,6 +20,7 @@ import tasklib
 from tasklib import embedded, migrate
 from tasklib.doctor import CHECKS, Severity, examine, worst
 from tasklib.doctor.schema import FUNCTION_RIGHTS, TABLE_RIGHTS
+from tasklib_daemon.status import why_not_ready
 from tests.daemons import daemon
 from tests.raw_sql import literal
 from tests.standby import standby
@@ -22,8 +29,8 @@ from tests.working import get, wait_final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    from tasklib_daemon.status import Status
     from tests.raw_sql import NewDatabase
 
 pytestmark = pytest.mark.direct("roles, dumps and standbys are the server's")
@@ -82,6 +89,21 @@ def test_a_daemon_needs_the_rights_that_the_doctor_looks_for(daemon_role: str, t
         assert [line for line in made.lines() if line.get("level") in {"error", "critical"}] == []
 
 
+def test_a_daemon_that_can_claim_nothing_says_so(daemon_role: str) -> None:
+    """Row-level security hides its tasks, and refuses nothing: it is not ready, and says why; the doctor finds it."""
+    owner = make_conninfo(daemon_role, user="postgres")
+    with daemon(daemon_role) as made, psycopg.connect(owner, autocommit=True) as conn:
+        conn.execute("alter table tasklib.tasks enable row level security")
+        conn.execute("select tasklib.submit('echo', '{\"text\": \"hidden\"}')")
+        made.wait_for("tasks.unclaimable", seconds=60)
+        wait_until(lambda: made.status()["unclaimable"] == ["default"], "the status to tell")
+        assert "tasks wait that cannot be claimed, in: default" in why_not_ready(cast("Status", made.status()), 0.0)[0]
+        found = [each for each in examine(tasklib.Config(daemon_role)) if each.check == "row_security"]
+        assert [each.severity for each in found] == [Severity.CRITICAL]
+        conn.execute("alter table tasklib.tasks disable row level security")
+        wait_until(lambda: made.status()["unclaimable"] == [], "the status to tell", seconds=60)
+
+
 def test_a_queue_is_restored_with_its_claimed_tasks(new_database: NewDatabase, tmp_path: Path) -> None:
     """A dump of a queue at work. What was claimed then runs after the restore, what was running does so as a crashed
     attempt, or fails if it must not run twice; what had ended stays as it was, and what is due later stays so.
@@ -123,6 +145,53 @@ def test_a_queue_is_restored_with_its_claimed_tasks(new_database: NewDatabase, t
         assert conn.execute(attempts, [done]).fetchall() == [("COMPLETED",)]
         assert get(client, later).state == "pending"
         assert get(client, done).result == {"value": "done"}
+
+
+def test_a_restore_survives_a_submitter_in_between(new_database: NewDatabase, tmp_path: Path) -> None:
+    """Between the disaster and the restore, and while it is under way, an application submits: it makes an empty schema
+    each time that there is none. The page's own commands bring back what was in the dump, and keep what was submitted.
+    """
+    url = new_database()
+    backup, restore = (code for code in restore_commands() if "queue.dump" in code)
+    migrate.migrate(tasklib.Config(url))
+    with tasklib.Client(tasklib.Config(url)) as client:
+        before = client.submit_task("echo", text="before")
+    run_commands(backup, url, tmp_path)
+    submitted, is_over = [], threading.Event()
+
+    def submit() -> None:
+        while not is_over.is_set():
+            with tasklib.Client(tasklib.Config(url)) as client, contextlib.suppress(tasklib.TasklibError):
+                submitted.append(client.submit_task("echo", text="meanwhile", delay_seconds=LONG))
+
+    submitter = threading.Thread(target=submit)
+    submitter.start()
+    wait_until(lambda: len(submitted) >= 3, "a schema in the dump's place")
+    try:
+        run_commands(restore, url, tmp_path)
+        restored_at = len(submitted)
+        wait_until(lambda: len(submitted) > restored_at + 1, "a submit afterwards")
+    finally:
+        is_over.set()
+        submitter.join()
+    with tasklib.Client(tasklib.Config(url)) as client, psycopg.connect(url) as conn:
+        assert get(client, before).state == "pending"
+        assert [each for each in submitted if client.get_task(each) is None] == []
+        assert conn.execute("select to_regnamespace('tasklib_meanwhile')").fetchone() == (None,)
+    assert worst(examine(tasklib.Config(url), skip={"workers", "connections"}, deep=True)) == Severity.OK
+
+
+def restore_commands() -> list[str]:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Backup and restore\n")[2].partition("\n## ")[0]
+    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+
+
+def run_commands(code: str, url: str, directory: Path) -> None:
+    here = [str(Path(sys.executable).parent), str(embedded.find_binaries()), os.environ["PATH"]]
+    environment = os.environ | {"DATABASE_URL": url, "PATH": os.pathsep.join(here)}
+    code = code.replace("tasklib doctor --deep\n", "")  # it has an opinion of the rest of the server, too
+    subprocess.run(["bash", "-euo", "pipefail", "-c", code], env=environment, cwd=directory, check=True, timeout=120)
 
 
 def pg_run(program: str, *words: str) -> None:

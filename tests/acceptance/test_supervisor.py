@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from datetime import datetime
@@ -224,7 +225,8 @@ def test_operators_signals_and_commands(client: tasklib.Client, database_url: st
         (tmp_path / "log").rename(tmp_path / "log.1")
         made.signal(signal.SIGUSR1)
         wait_until((tmp_path / "log").exists, "a new log")
-        (guardian,) = set(made.processes()) - {made.child("worker"), made.child("keeper")}
+        others = {made.child("worker"), made.child("keeper"), *made.fork_servers()}
+        (guardian,) = set(made.processes()) - others
         os.kill(guardian, signal.SIGKILL)
         made.signal(signal.SIGUSR2)
         made.directory = tmp_path
@@ -248,7 +250,7 @@ def test_operators_signals_and_commands(client: tasklib.Client, database_url: st
         orphan, parent = (tmp_path / "orphan").read_text().split()
         assert int(parent) == made.pid
         wait_until(lambda: not Path("/proc", orphan).exists(), "the orphan to be reaped")
-        wait_until(lambda: len(made.processes()) == 4, "two workers, the keeper, and a new guardian")
+        wait_until(lambda: len(made.processes()) == 6, "two workers with their servers, the keeper, a new guardian")
         assert _threads(made.pid) == 1
 
         assert client.cancel_task(running)
@@ -324,6 +326,44 @@ def test_nobody_survives_the_supervisor(client: tasklib.Client, database_url: st
 
 
 # --- restarts and boots ---
+
+
+def test_places_that_were_scaled_away_are_not_judged(database_url: str, tmp_path: Path) -> None:
+    """A crash loop of a worker that nobody wants any more keeps no daemon unready."""
+    word = tmp_path / "word"
+    word.write_text("die")
+    restart = {"longest_seconds": 0.2, "crash_loop_deaths": 2, "crash_loop_seconds": 3600.0}
+    with daemon(
+        database_url, environment={"DAEMON_APP_IMPORT": str(word)}, waits=False, restart=restart, workers=1
+    ) as made:
+        made.wait_for("daemon.unhealthy")
+        word.write_text("")
+        made.wait_for("daemon.ready")
+        word.write_text("die")
+        made.ask("scale", workers=2)
+        wait_until(lambda: any("worker 2" in each for each in made.status()["problems"]), "the second to fail")
+        made.ask("scale", workers=1)
+        wait_until(lambda: not any("worker 2" in each for each in made.status()["problems"]), "it to be forgotten")
+        word.write_text("")
+
+
+def test_a_web_port_that_is_taken_is_a_problem(database_url: str) -> None:
+    """Nobody can probe it, so the status has to say it; it is healthy again when the port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with daemon(database_url, web={"port": port}) as made:
+            said = f"the web child cannot listen on 127.0.0.1:{port}: "
+            wait_until(lambda: [each.startswith(said) for each in made.status()["problems"]] == [True], "the problem")
+            assert not made.status()["is_healthy"]
+            taken.close()
+            wait_until(lambda: made.status()["is_healthy"], "the port to be had")
+
+
+def test_an_application_without_tasks_is_refused(database_url: str) -> None:
+    """As `tasklibd check` does: a daemon that can never do anything must not look as if all were well."""
+    with daemon(database_url, app=["tests.waiting"], waits=False) as made:
+        assert made.wait() == 70
+        assert "tests.waiting can be imported, but defines no tasks" in made.output()
 
 
 def test_a_crash_loop_makes_the_daemon_unhealthy_and_it_stays(database_url: str, tmp_path: Path) -> None:
@@ -408,8 +448,9 @@ def test_a_task_that_ignores_its_limit_is_ended_with_its_process(
 
 
 def test_a_hang_leaves_a_traceback(client: tasklib.Client, conn: Conn, database_url: str) -> None:
-    """A task that holds the GIL, without a timeout, stalls its worker: SIGABRT, stacks in the log; it is a suspect, and
-    buried in the end. But who was stopped together with the supervisor is not taken for hung.
+    """A task that holds the GIL, without a timeout, stalls its worker: SIGABRT, stacks in the log. It is a suspect,
+    gets a process of its own, stalls that, and is buried. But who was stopped together with the supervisor is not taken
+    for hung.
     """
     with daemon(database_url, hang_seconds=3.0, stall_seconds=1.0, bury_after=1, workers=2) as made:
         stopped = [made.pid, *(each["pid"] for each in made.workers())]
@@ -422,9 +463,12 @@ def test_a_hang_leaves_a_traceback(client: tasklib.Client, conn: Conn, database_
         task = client.submit_task("hold_gil", seconds=60)
         assert wait_final(client, task, seconds=25).state == "buried"
         hung = made.lines("worker.hung")
-        assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]] * 2, made.tail()
+        assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]], made.tail()
         assert "in hold_gil" in made.lines("worker.died")[0]["stacks"]
-        assert "its claim loop has stood still" in attempts(conn, task)[0][1]
+        (_, first), (_, second) = attempts(conn, task)
+        assert "its claim loop has stood still" in first
+        assert "its process was killed: it has stood still" in second
+        assert made.output().count("in hold_gil") == 2, "its own process has left its stacks, too"
 
 
 def test_workers_are_recycled_one_at_a_time(client: tasklib.Client, database_url: str) -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path,
 
 from tests.campaigns import measures
 from tests.campaigns.soak import say
-from tests.daemon_app import mixed
+from tests.daemon_app import isolated, mixed
 from tests.daemons import daemon
 from tests.promtool import by_labels
 from tests.recount import differences
@@ -47,6 +47,7 @@ UNFINISHED = "select count(*) from tasklib.tasks where completed_at is null"
 class Options:
     kills: int
     tasks_per_kill: int
+    isolated_per_kill: int
     workers: int
     keepers: float
     seed: int
@@ -55,6 +56,7 @@ class Options:
 def load_and_kill(options: Options, started: Daemon, client: tasklib.Client, dice: random.Random) -> None:
     for number in range(1, options.kills + 1):
         client.submit_many([mixed.draw(dice) for _ in range(options.tasks_per_kill)])
+        client.submit_many([isolated.crash_alone.new() for _ in range(options.isolated_per_kill)])
         time.sleep(dice.uniform(0.0, 0.3))  # so that it is hit at any moment of a batch
         wait_until(lambda: bool(started.workers()), "a worker to kill")
         with contextlib.suppress(ProcessLookupError, IndexError):  # it may be dead already
@@ -88,10 +90,11 @@ def count(options: Options) -> list[str]:
             psycopg.connect(server.dsn, autocommit=True) as conn,
             tasklib.Client(config) as client,
             daemon(
-                server.dsn, app=["tests.daemon_app.mixed"], workers=options.workers, concurrency=4, web={"port": port},
-                restart={"longest_seconds": 0.1},
+                server.dsn, app=["tests.daemon_app.mixed", "tests.daemon_app.isolated"], workers=options.workers,
+                concurrency=4, web={"port": port}, restart={"longest_seconds": 0.1}, waits=False,
             ) as started,
         ):  # fmt: skip
+            started.wait_for("daemon.ready", seconds=90)
             conn.execute("create table public.books (text text)")
             load_and_kill(options, started, client, dice)
             return judge(conn, port)
@@ -101,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--tasks-per-kill", type=int, default=60)
+    parser.add_argument("--isolated-per-kill", type=int, default=4, help="tasks whose own process dies: three times")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--keepers", type=float, default=0.0, help="share of deaths at which the keeper dies, too")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

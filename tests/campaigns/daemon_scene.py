@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.campaigns.soak import (
 from tests.campaigns.soak_worker import write
 from tests.daemons import daemon, is_alive
 from tests.invariants import violations
+from tests.waiting import START_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +98,7 @@ class Scene:
         self._client = stack.enter_context(tasklib.Client(tasklib.Config(self.dsn, pool_size=1)))
         self._baits = os.open(scratch / "submits", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         stack.callback(os.close, self._baits)
+        self._submitting = threading.Lock()
         self._watcher = Watcher(self.dsn)
         for name in ("runs", "company"):
             (scratch / name).touch()
@@ -116,7 +119,7 @@ class Scene:
         for name in names:
             self.start(name, waits=False, **settings)
         for name in names:
-            self.daemons[name].wait_for("daemon.ready")
+            self.daemons[name].wait_for("daemon.ready", seconds=START_SECONDS)
 
     def stop(self, name: str) -> None:
         """As an operator would; it must leave in good order."""
@@ -179,6 +182,29 @@ class Scene:
         row = self.conn.execute(f"select count(*) from {what}", parameters).fetchone()
         assert row is not None
         return int(row[0])
+
+    def submit(self, tasks: Sequence[tasklib.NewTask]) -> None:
+        """Beside the submitter, and journaled as its tasks are. By one thread at a time."""
+        with self._submitting:
+            self._client.submit_many(tasks)
+            for task in tasks:
+                write(self._baits, id=str(task.id), key=None, outcome="ok")
+
+    def waiting(self) -> int:
+        """How many tasks are ready. Also by another thread."""
+        with connect(self.dsn) as conn:
+            row = conn.execute("select count(*) from tasklib.tasks where ready").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def executing(self, pid: int, task_ids: Sequence[UUID]) -> list[UUID]:
+        """Those of them that this worker is executing, as far as the database knows."""
+        rows = self.conn.execute(
+            """select task.id from tasklib.tasks as task join tasklib.workers using (worker_id)
+                where pid = %s and died_at is null and state = 'running' and task.id = any(%s)""",
+            [pid, list(task_ids)],
+        )
+        return [task_id for (task_id,) in rows]
 
     def held_by(self, *pids: int) -> frozenset[UUID]:
         return frozenset(task_id for pid in pids for task_id in held_by(self.conn, pid))

@@ -22,6 +22,7 @@ JOURNAL = "CAMPAIGN_JOURNAL"  # what the bodies do
 COMPANY = "CAMPAIGN_COMPANY"  # whom they started: one pid a line
 MAKE_EFFECTS = "create table effects (task_id uuid not null, worker_id text not null)"
 COMPANY_SECONDS = 300  # longer than anybody looks
+WRITER_SECONDS = 3.0
 
 if os.environ.get(JOURNAL):
     soak_worker.keep_journal(os.environ[JOURNAL])
@@ -43,6 +44,23 @@ async def work_apart_async(seconds: float) -> None:
 @journaled
 def write(seconds: float) -> None:
     """What it writes, and its completion, are one."""
+    current = tasklib.current_task()
+    current.connection.execute("insert into effects values (%s, current_setting('application_name'))", [current.id])
+    nap(seconds)
+
+
+@tasklib.task
+@journaled_async
+async def write_async(seconds: float) -> None:
+    current = tasklib.current_task()
+    connection = await current.async_connection()
+    await connection.execute("insert into effects values (%s, current_setting('application_name'))", [current.id])
+    await asyncio.sleep(seconds)
+
+
+@tasklib.task(isolation="process")
+@journaled
+def write_apart(seconds: float) -> None:
     current = tasklib.current_task()
     current.connection.execute("insert into effects values (%s, current_setting('application_name'))", [current.id])
     nap(seconds)
@@ -83,6 +101,13 @@ def draw(dice: random.Random) -> tasklib.NewTask:
     return function.new(dice.uniform(low, high))
 
 
+def draw_writer(dice: random.Random) -> tasklib.NewTask:
+    """All of them want a connection of their own; half of them have little time for that."""
+    function = dice.choices([write, write_async, write_apart], [40, 40, 20])[0]
+    limit = dice.choice([None, WRITER_SECONDS])
+    return function.options(timeout_seconds=limit).new(dice.uniform(0.0, 0.1))
+
+
 def draw_long(dice: random.Random, seconds: float) -> tasklib.NewTask:
     return dice.choice([work, work_async, write, work_apart, work_in_company]).new(seconds)
 
@@ -90,3 +115,14 @@ def draw_long(dice: random.Random, seconds: float) -> tasklib.NewTask:
 def draw_with_company(dice: random.Random) -> tasklib.NewTask:
     """The same, and some whose processes outlive them."""
     return work_in_company.new(dice.uniform(0.1, 1.0)) if dice.random() < 0.03 else draw(dice)
+
+
+@tasklib.task
+@journaled
+def hold_itself(seconds: float) -> None:
+    """Its own row is locked until it ends, by its own connection."""
+    current = tasklib.current_task()
+    current.connection.execute("select from tasklib.tasks where id = %s for update", [current.id])
+    current.connection.execute("insert into effects values (%s, current_setting('application_name'))", [current.id])
+    current.progress(1, 2)
+    nap(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 import structlog
 
@@ -17,3 +18,9 @@ def say(word: str) -> int:
     log.warning("said.by_structlog", word=word)
     logging.getLogger("shop").warning("said.by_logging")
     return os.getpid()
+
+
+@tasklib.task(isolation="process")
+def crash_alone() -> None:
+    """Its own process dies, and its worker tells of it: it is buried at the third time."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -184,15 +184,15 @@ main()
 class Daemon:
     """A real one, with what it logged."""
 
-    def __init__(self, directory: Path, url: str, *words: str) -> None:
+    def __init__(self, directory: Path, url: str, *words: str, **environment: str) -> None:
         self.directory = directory
         self.log = directory / "log"
         credentials = directory / "credentials"
         credentials.mkdir()
         (credentials / "database_url").write_text(url)
         command = [sys.executable, "-m", "tasklib_daemon", "run", "--log-file", str(self.log), *words]
-        environment = variables(directory, CREDENTIALS_DIRECTORY=str(credentials))
-        self.popen = subprocess.Popen(command, cwd=directory, env=environment)
+        given = variables(directory, CREDENTIALS_DIRECTORY=str(credentials), **environment)
+        self.popen = subprocess.Popen(command, cwd=directory, env=given)
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
@@ -221,7 +221,7 @@ def test_a_daemon_from_start_to_end(directory: Path, database_url: str, client: 
     join = "&" if "?" in database_url else "?"
     url = f"{database_url}{join}password={SECRET}" if "password" not in database_url else database_url
     words = ["--app", "shop_tasks", "--workers", "1", "--concurrency", "2", "--web-port", "0", "--queues", "default"]
-    daemon = Daemon(directory, url, *words)
+    daemon = Daemon(directory, url, *words, TASKLIB_LOG_TASKS="all")
     try:
         wait_until(lambda: bool(daemon.events("web.listening")), "the web child", seconds=30)
         port = daemon.events("web.listening")[0]["port"]

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -104,21 +105,35 @@ def test_nonsense_is_refused_by_itself(server: ControlServer, path: Path) -> Non
     assert asked == [("status", None)]
 
 
+class Clock:
+    """The server's clock, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    sleep = staticmethod(time.sleep)
+
+
 def test_who_asks_nothing_keeps_nobody_waiting(
     server: ControlServer, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent, half and departed ones are let go after a while; others are answered meanwhile."""
-    monkeypatch.setattr(control, "CONNECTION_SECONDS", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(control, "time", clock)
+    monkeypatch.setattr(control, "CONNECTION_SECONDS", 3600.0)
     with served(server, every_seconds=0.05), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(control.MAX_CONNECTIONS - 1)]
         for each in silent:
             each.connect(str(path))
             each.send(b'{"comm')
         assert ask(path, "status")["ok"]
-        gone = socket.socket(socket.AF_UNIX)
-        gone.connect(str(path))
-        gone.send(b'{"command": "status"}\n')
-        gone.close()
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.connect(str(path))
+            gone.send(b'{"command": "status"}\n')
+        clock.ahead = 3601.0
         for each in silent:
             each.settimeout(10)
             assert each.recv(1) == b""  # let go
@@ -126,8 +141,32 @@ def test_who_asks_nothing_keeps_nobody_waiting(
         wait_until(lambda: not server._connections, "all connections to be let go")
 
 
+def test_who_was_answered_takes_nobodys_place(server: ControlServer, path: Path) -> None:
+    """One after the other is answered in the one place that silent ones leave, however soon the next one comes."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(control.MAX_CONNECTIONS - 1):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            assert server.requests() == []
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as asker:
+                asker.connect(str(path))
+                asker.sendall(b'{"command": "pause"}\n')
+                (request,) = server.requests()
+                request.answer({"ok": True})
+                assert asker.recv(100) == b'{"ok": true}\n'
+
+
+def test_silent_connections_keep_no_question_out(server: ControlServer, path: Path) -> None:
+    """However many there are: the oldest makes room. A task can open them, and an operator has to get through."""
+    with served(server), contextlib.ExitStack() as stack:
+        for _ in range(2 * control.MAX_CONNECTIONS):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            control._connect(silent, path, time.monotonic() + 10)
+        assert ask(path, "status")["ok"]
+
+
 def test_a_full_house_is_not_a_spin(server: ControlServer, path: Path) -> None:
-    """One more than it takes is let go at once; the descriptor is not readable for nothing."""
+    """For one more than it takes the oldest is let go; the descriptor is not readable for nothing."""
     with contextlib.ExitStack() as stack:
         for _ in range(control.MAX_CONNECTIONS + 3):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, LiteralString
 import pytest
 
 from tasklib.duties.statements import KeeperStatements
-from tasklib.outcomes import Failed, Problem
+from tasklib.outcomes import OWN_PROCESS, Crashed, Failed, Problem, Rules
 from tasklib.statements import WorkerStatements
 from tasklib.worker.session import Session
 from tasklib.worker.tally import Counts
@@ -115,6 +115,25 @@ def test_a_run_that_its_worker_took_along_is_counted_once(
     recoveries.add(report_of(worker, executing=executing(task)))
     recoveries.run_once()
     assert finished(counts) == {}
+
+
+def test_the_crash_of_an_isolated_task_is_counted_after_its_workers_death(
+    recoveries: Recoveries, client: tasklib.Client, worker: ManualWorker, counts: Counts
+) -> None:
+    """A worker writes of the deaths of its isolated tasks itself, and of burials; it may not live to count them."""
+    for _ in range(3):
+        client.submit_task("work")
+    again, buried, failed = claimed = worker.claim("work")
+    crash = Crashed(f"{OWN_PROCESS} was killed by SIGKILL", alone=True)
+    failed = failed._replace(held=failed.held._replace(on_crash="fail"))
+    for each in (again, buried, failed):
+        worker.finish(each, crash, Rules(bury_after=1 if each is buried else 3))
+    recoveries.add(report_of(worker, done=done(again, failed), executing=executing(buried)))
+    recoveries.run_once()
+    taken = counts.take()
+    assert taken["finished", "work", "default", "worker_failure"] == [len(claimed)]
+    assert taken["buried", "work"] == [1]
+    assert taken["failed", "work", "default"] == [1]
 
 
 # --- the keeper itself ---

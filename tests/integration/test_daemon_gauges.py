@@ -102,14 +102,14 @@ def test_queues_beyond_the_bound_are_told_together() -> None:
 
 
 def test_who_is_not_elected_asks_nothing(scene: Scene) -> None:
-    """N daemons would tell the same depth N times. What was told in office is taken back, once."""
+    """N daemons would tell the same depth N times. What was told in office stays, until it is too old to be shown."""
     scene.read()
     scene.is_elected = False
+    told = len(scene.told)
     assert scene.gauges.run_once() == gauges.NOT_ELECTED_SECONDS
-    assert scene.told[-1]["samples"] == []
     assert not scene.session.is_connected
     scene.gauges.run_once()
-    assert len(scene.told) == 2
+    assert len(scene.told) == told
     assert not scene.session.is_connected
 
 

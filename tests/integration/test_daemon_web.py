@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +24,6 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 TOKEN = "S3CR3T-token-of-the-test"
 RUNNING: Status = {
@@ -68,6 +68,11 @@ class WebChild:
 
     def tell(self, status: Status) -> None:
         self.channel.send({"say": "status", **status}, is_status=True)
+        wait_until(self._has_sent, "the status to be sent")
+
+    def _has_sent(self) -> bool:
+        self.channel.flush()
+        return not self.channel.has_output
 
     def get(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, Any]:
         conn = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
@@ -84,8 +89,23 @@ class WebChild:
 
 
 @pytest.fixture(scope="module")
-def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebChild]:
+def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebChild]:
     """One for all questions to a web child of the usual kind."""
+    made = WebChild(tmp_path_factory.mktemp("web"))
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def child(ordinary: WebChild) -> WebChild:
+    """Told anew before each test: what it heard in the one before may be too old to be live."""
+    told(ordinary, RUNNING)
+    return ordinary
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebChild]:
+    """One that many callers beset."""
     made = WebChild(tmp_path_factory.mktemp("web"))
     yield made
     made.end()
@@ -195,15 +215,55 @@ def test_bytes_that_are_no_request(child: WebChild, sent: bytes, code: bytes) ->
     assert child.get("/livez")[0] == 200
 
 
-def test_many_silent_callers_are_let_go(child: WebChild) -> None:
-    """Beyond a bound, at once: they cannot use up the process."""
+SILENT = 500
+PROBE_SECONDS = 1.0  # Kubernetes' own limit for a probe, unless it is told another
+
+
+@contextlib.contextmanager
+def callers(child: WebChild, number: int, say: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Connections that stay open, and that take no answer."""
     with contextlib.ExitStack() as stack:
-        callers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", child.port or 0), timeout=10)) for _ in range(80)
-        ]
-        callers[-1].settimeout(server.REQUEST_SECONDS / 2)
-        assert callers[-1].recv(1) == b""
-    wait_until(lambda: _is_answered(child), "answers again")
+        made = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in made:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            each.settimeout(10)
+            each.connect(("127.0.0.1", child.port or 0))
+            each.sendall(say)
+        yield made
+
+
+@pytest.mark.parametrize("say", [b"", b"GET /livez HTTP/1.1\r\n", b"GET /status HTTP/1.1\r\n\r\n"])
+def test_probes_are_answered_beside_many_who_say_nothing(crowded: WebChild, say: bytes) -> None:
+    """A pod whose probe gets no answer is killed. Silent callers, those who stop in the middle of a request, and those
+    who do not take their answer keep no probe waiting, not even for the second that Kubernetes gives it.
+    """
+    told(crowded, {**RUNNING, "problems": ["x" * 1000] * 200})
+    with callers(crowded, SILENT, say):
+        wait_until(lambda: _is_answered(crowded), "the server to have met them all")
+        for _ in range(5):
+            conn = http.client.HTTPConnection("127.0.0.1", crowded.port, timeout=PROBE_SECONDS)
+            with contextlib.closing(conn):
+                conn.request("GET", "/livez")
+                assert conn.getresponse().status == 200
+
+
+def test_many_silent_callers_are_let_go(crowded: WebChild) -> None:
+    """Beyond a bound the oldest goes at once: they cannot use up the process."""
+    with callers(crowded, server.MAX_SILENT + 1) as made:
+        made[0].settimeout(server.REQUEST_SECONDS / 2)
+        assert made[0].recv(1) == b""
+    wait_until(lambda: _is_answered(crowded), "answers again")
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
+def test_who_does_not_take_its_answer_leaves_nothing_behind(crowded: WebChild) -> None:
+    """Its connection is gone when its time is over, also if it never reads: they would add up."""
+    descriptors = Path(f"/proc/{crowded.popen.pid}/fd")
+    told(crowded, {**RUNNING, "problems": ["x" * 1000] * 3000})
+    before = len([*descriptors.iterdir()])
+    with callers(crowded, 20, b"GET /status HTTP/1.1\r\n\r\n"):
+        wait_until(lambda: len([*descriptors.iterdir()]) > before, "the server to accept them")
+        wait_until(lambda: len([*descriptors.iterdir()]) <= before, "the server to let them go", seconds=30)
 
 
 def _is_answered(child: WebChild) -> bool:
@@ -248,12 +308,15 @@ def test_a_taken_port_is_waited_for(tmp_path: Path) -> None:
     first = WebChild(tmp_path)
     second = WebChild(tmp_path, port=first.port)
     try:
-        assert second.said == [{"say": "ready", "port": None}]
+        where = f"the web child cannot listen on 127.0.0.1:{first.port}: "
+        assert [(said["say"], said["port"]) for said in second.said] == [("ready", None)]
+        assert second.said[0]["problem"].startswith(where)
         assert "web.waiting" in second.log.read_text()
         first.popen.send_signal(signal.SIGTERM)
         assert first.popen.wait(10) == 0
         second.port = first.port
         wait_until(lambda: _is_answered(second), "the second one to answer")
+        wait_until(lambda: second.channel.receive() == [{"say": "listening", "port": first.port}], "it to say so")
         second.log.rename(tmp_path / "renamed")
         second.popen.send_signal(signal.SIGUSR1)
         wait_until(second.log.exists, "a new log")

@@ -313,7 +313,7 @@ def test_an_assumed_role_is_assumed(others: Conn) -> None:
     [
         ({"MAX_RETRYS": 1}, "has no MAX_RETRYS; there are: DATABASE, TASK_MODULES, MAX_RETRIES"),
         ({"max_retries": 1}, "has no max_retries"),
-        ({"MAX_RETRIES": -1}, "Config.max_retries: Input should be greater than or equal to 0"),
+        ({"MAX_RETRIES": -1}, "Config.max_retries: must be a whole number from 0 to 1000000, got -1"),
         ({"SCHEMA": "Tasks"}, "'Tasks' cannot be the schema"),
         ({"DATABASE_URL": "postgresql:///"}, "has no DATABASE_URL"),
     ],

@@ -19,6 +19,7 @@ import pytest
 import tasklib
 from tasklib import embedded
 from tasklib.errors import EmbeddedPostgresError
+from tests.standby import standby
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -184,6 +185,20 @@ def test_unreachable_binaries_are_copied_and_left_as_they_were(open_directory: P
         assert copied.is_dir() == IS_ROOT
         assert all(path.stat().st_uid == 0 and path.stat().st_mode & 0o022 == 0 for path in copied.rglob("*"))
     assert snapshot(open_directory) == before
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs PostgreSQL as somebody else, for whom binaries are copied")
+def test_a_server_keeps_its_copy_when_others_have_gone(open_directory: Path) -> None:
+    """A standby, too, has a copy of the binaries of its own: its primary dies and leaves nothing behind, and the new
+    primary still finds what it loads only when it is asked for, such as PL/pgSQL.
+    """
+    binaries = copy_installation(open_directory / "closed" / "site")
+    (open_directory / "closed").chmod(0o700)
+    with embedded.postgres(binaries=binaries) as primary, standby(primary, binaries=binaries) as other:
+        primary.stop("immediate")
+        assert not primary.directory.exists()
+        other.promote()
+        execute(other.dsn_for("postgres"), "do 'begin perform 1; end'")
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root's TMPDIR can be closed to the server's user")

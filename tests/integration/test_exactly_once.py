@@ -12,7 +12,7 @@ import pytest
 from psycopg.rows import dict_row
 
 import tasklib
-from tasklib.worker import transactions
+from tasklib.worker import runners
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
 from tests.working import get, running, wait_final
@@ -68,6 +68,27 @@ def write_in(kind: Kind, then: Any = None, **options: Any) -> tasklib.TaskFuncti
 
 
 kinds = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+@kinds
+def test_a_deferred_trigger_finds_the_tasks_own_search_path(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """The session is the task's: what runs at its COMMIT finds names where the task's own SQL does. For the completion
+    alone the search_path is another.
+    """
+    conn.execute(
+        """create function count_effects() returns trigger language plpgsql as $$
+           begin perform count(*) from effects; return null; end $$;
+           create constraint trigger late after insert on effects deferrable initially deferred
+               for each row execute function count_effects()"""
+    )
+    try:
+        with running(config):
+            task = wait_final(client, client.submit(write_in(kind).new(1)))
+        assert (task.state, task.error) == ("completed", None)
+    finally:
+        conn.execute("drop function count_effects cascade")
 
 
 @kinds
@@ -241,7 +262,7 @@ def test_a_connection_that_always_breaks_is_the_tasks_own_fault(
     with running(config):
         task = wait_final(client, client.submit_task(breaking), seconds=60)
     assert task.state == "failed"
-    assert task.attempt == transactions.MOST_FREE_RUNS + 1
+    assert task.attempt == runners.MOST_FREE_RUNS + 1
 
 
 def test_two_that_ask_at_once_get_one_transaction(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from psycopg import sql
 from pydantic import BaseModel, field_validator
 
 import tasklib
@@ -149,7 +150,7 @@ def test_a_cancel_hits_the_task_that_it_is_for(client: tasklib.Client, config: t
 def test_a_row_that_takes_no_outcome_at_all_is_given_up(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:
-    """Its attempt exists already, so that nothing can be written: the others complete, and the worker stops cleanly."""
+    """A trigger of the user's refuses whatever is written of it: the others complete, and the worker stops cleanly."""
 
     @tasklib.task
     def job(fails: bool) -> None:
@@ -158,12 +159,19 @@ def test_a_row_that_takes_no_outcome_at_all_is_given_up(
 
     poisoned, *others = client.submit_many([job.new(fails=number == 0) for number in range(20)])
     conn.execute(
-        """insert into tasklib.attempts (task_id, fencing_token, started_at, finished_at, attempt, will_retry,
-                                         outcome, worker_id)
-           values (%s, 1, now(), now(), 1, false, 'FAILED', 'by hand')""",
-        [poisoned],
+        """create function refuse() returns trigger language plpgsql as
+           $$ begin raise exception 'refused'; end $$"""
     )
-    TaskWorker(config, concurrency=2).run_until_empty_sync()
+    conn.execute(
+        sql.SQL(
+            """create trigger refuse before update on tasklib.tasks for each row
+               when (new.id = {} and new.state not in ('claimed', 'running')) execute function refuse()"""
+        ).format(sql.Literal(str(poisoned)))
+    )
+    try:
+        TaskWorker(config, concurrency=2).run_until_empty_sync()
+    finally:
+        conn.execute("drop function refuse() cascade")
     assert {get(client, each).state for each in others} == {"completed"}
     assert get(client, poisoned).state == "claimed"
 

@@ -82,7 +82,7 @@ def kill(conn: Conn, worker: ManualWorker) -> None:
 
 
 def claim_one(worker: ManualWorker) -> ClaimedTask:
-    (claimed,) = worker.claim("job", limit=1)
+    (claimed,) = worker.claim("job", limit=1) or worker.claim_suspects("job", limit=1)
     return claimed
 
 
@@ -134,30 +134,45 @@ def test_a_claim_takes_what_is_still_ready(
 def test_a_suspect_at_the_head_is_claimed_alone(
     client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
 ) -> None:
-    """And what waits behind it is left to others, unlocked."""
+    """And other tasks are left to others, unlocked."""
     suspect, *others = client.submit_many([job.new() for _ in range(3)])
     conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
-    assert [task.held.id for task in workers("a").claim("job")] == [suspect]
+    assert [task.held.id for task in workers("a").claim_suspects("job")] == [suspect]
     assert [task.held.id for task in workers("b").claim("job")] == others
 
 
-def test_a_claim_that_left_suspects_behind_is_not_short(
+def test_suspects_are_claimed_from_the_queues_that_a_worker_serves(
     client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
 ) -> None:
-    """There may be more behind them: who took it for the last would sleep."""
-    first, suspect, *others = client.submit_many([job.new() for _ in range(6)])
+    """By the names that it knows, the most urgent first, and as many as it asks for."""
+    mail = [client.submit_task(job, queue="mail", priority=priority) for priority in (0, 5)]
+    other = client.submit_task(job, queue="video")
+    conn.execute("update tasklib.tasks set suspect = true")
+    worker = workers("a")
+    assert worker.claim_suspects("another") == []
+    claimed = worker.claim_suspects("job", queues=["mail"], limit=1)
+    assert [(task.held.id, task.held.queue) for task in claimed] == [(mail[1], "mail")]
+    assert {task.held.id for task in worker.claim_suspects("job")} == {mail[0], other}
+
+
+def test_a_short_claim_says_that_suspects_were_left(
+    client: tasklib.Client, conn: Conn, workers: Callable[[str], ManualWorker], job: Any
+) -> None:
+    """Or its worker would sleep beside them."""
+    first, suspect, *others = client.submit_many([job.new() for _ in range(4)])
     conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
     worker = workers("a")
-    claim = worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 3, suspects=True))
-    assert ([task.held.id for task in claim.tasks], claim.is_short) == ([first, others[0]], False)
-    claim = worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 4, suspects=False))
-    assert ([task.held.id for task in claim.tasks], claim.is_short) == (others[1:], True)
+    claim = worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 4))
+    assert ([task.held.id for task in claim.tasks], claim.is_short) == ([first, *others], True)
+    assert claim.has_suspects
+    assert worker.claim_suspects("job")
+    assert not worker.session.run(worker.statements.claim(worker.id, "default", ["job"], 4)).has_suspects
 
 
 def test_a_short_claim_says_what_a_sleeper_has_to_know(
     client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any
 ) -> None:
-    """When the next task is due, and which other queues have any; one that came back full is followed by another."""
+    """When the next task is due, and whether other queues have any; one that came back full is followed by another."""
     for delay in (60, 30, 90):
         client.submit_task(job, delay_seconds=delay)
     for queue in ("mail", "known", "video"):
@@ -166,17 +181,16 @@ def test_a_short_claim_says_what_a_sleeper_has_to_know(
     worker = workers("a")
 
     def claim(limit: int, queues: list[str] | None) -> Claim:
-        return worker.session.run(
-            worker.statements.claim(worker.id, "default", ["job"], limit, suspects=True, queues=queues)
-        )
+        return worker.session.run(worker.statements.claim(worker.id, "default", ["job"], limit, queues=queues))
 
     full = claim(1, ["default", "known"])
-    assert (len(full.tasks), full.is_short, full.due_seconds, full.other_queues) == (1, False, None, ())
+    assert (len(full.tasks), full.is_short, full.due_seconds, full.has_elsewhere) == (1, False, None, False)
     empty = claim(1, ["default", "known"])
-    assert (empty.tasks, empty.is_short, empty.other_queues) == ([], True, ["mail", "video"])
+    assert (empty.tasks, empty.is_short, empty.has_elsewhere) == ([], True, True)
     assert empty.due_seconds is not None
     assert 20 < empty.due_seconds <= 30
-    assert claim(1, None).other_queues == ()
+    assert not claim(1, ["default", "known", "mail", "video"]).has_elsewhere
+    assert not claim(1, None).has_elsewhere
 
 
 # --- claimer against reaper ---

@@ -47,8 +47,9 @@ from tasklib.outcomes import (
     decide,
 )
 from tasklib.retry import Fixed
-from tasklib.statements import Statements, WorkerDescription, WorkerStatements, settlement_json
+from tasklib.statements import Started, Statements, WorkerDescription, WorkerStatements, settlement_json
 from tasklib.submission import new_task, terms_of
+from tasklib.worker.claimer import lost_end
 from tasklib.worker.clock import DatabaseClock
 from tasklib.worker.session import Session
 from tests.waiting import wait_until
@@ -472,7 +473,7 @@ class QueueMachine(RuleBasedStateMachine):
         data=st.data(),
         limit=st.integers(1, 3),
         names=st.sampled_from([NAMES, NAMES, NAMES[:1]]),
-        suspects=st.sampled_from([True, True, False]),
+        suspects=st.sampled_from([True, False, False]),
         answer_arrives=st.sampled_from([True, True, False]),
     )
     def claim(
@@ -486,7 +487,7 @@ class QueueMachine(RuleBasedStateMachine):
         limit: int,
         *,
         names: Sequence[str] = NAMES,
-        suspects: bool = True,
+        suspects: bool = False,
         answer_arrives: bool = True,
     ) -> None:
         """Also by a worker that is dead and does not know: what it takes must not be lost."""
@@ -497,12 +498,14 @@ class QueueMachine(RuleBasedStateMachine):
             each
             for each in sorted(self.tasks.values(), key=lambda each: (-each.priority, each.number))
             if each.ready and each.queue == queue and each.name in names
-            and (suspects or not each.suspect) and not each.has_expired(now)
+            and suspects == each.suspect and not each.has_expired(now)
         ][:limit]  # fmt: skip
-        if wanted and wanted[0].suspect:  # alone
-            wanted = wanted[:1]
-        wanted = [each for each in wanted if each is wanted[0] or not each.suspect]
-        claimed = self.run(self.stage.statements.claim(worker.id, queue, names, limit, suspects=suspects)).tasks
+        statements = self.stage.statements
+        claimed = (
+            self.run(statements.claim_suspects(worker.id, [queue], names, limit)).tasks
+            if suspects
+            else self.run(statements.claim(worker.id, queue, names, limit)).tasks
+        )
         assert [each.held.id for each in claimed] == [each.id for each in wanted]
         for each in claimed:
             self.tasks[each.held.id].claim(worker.id, each.claim_id, each.held.claimed_at)
@@ -516,21 +519,20 @@ class QueueMachine(RuleBasedStateMachine):
     def give_back_what_no_answer_told_of(self, data: st.DataObject) -> None:
         """What a worker does after a lost connection."""
         worker = self.workers[draw_one(data, sorted({each.worker_id for each in self.claims.values()}))]
-        rows = self.run(self.stage.statements.held(worker.id))
-        assert Counter((claim, id_, token) for claim, id_, token, _ in rows) == Counter(
+        rows = [(claim, held.id, held.fencing_token) for held, claim in self.run(self.stage.statements.held(worker.id))]
+        assert Counter(rows) == Counter(
             (claim_id, id_, self.tasks[id_].token)
             for claim_id, claim in self.claims.items()
             for id_ in claim.task_ids
             if claim.worker_id == worker.id and self.tasks[id_].holder == worker.id
         )
         known = {(id_, token) for _, token, id_ in worker.memory}
-        unknown = [(claim, id_, token) for claim, id_, token, _ in rows if (id_, token) not in known]
+        unknown = [(claim, id_, token) for claim, id_, token in rows if (id_, token) not in known]
         tasks = [self.tasks[id_] for id_ in {id_ for _, id_, _ in unknown}]
         if not tasks:
             return
-        self.run(self.stage.statements.release(worker.id, [row[1:] for row in unknown], self.now()))
-        for task in tasks:
-            task.settle(Interrupted(began=False), self.now())
+        lost = [self.forge(task, worker.id, task.token) for task in tasks]
+        self.settle(worker, [(each, lost_end(each)) for each in lost])
         for claim_id in {claim for claim, _, _ in unknown}:
             self.run(self.stage.statements.forget_claim(worker.id, claim_id))
             self.forget(claim_id)
@@ -543,8 +545,8 @@ class QueueMachine(RuleBasedStateMachine):
         believed = draw_some(data, list(worker.memory.values()))
         started_at = self.now()
         ours = [each.id for each in believed if self.is_held(worker, each) and self.tasks[each.id].state == "claimed"]
-        started = [(each.id, each.fencing_token, started_at) for each in believed]
-        assert sorted(self.run(self.stage.statements.start(worker.id, started))) == sorted(ours)
+        started = [Started(each.id, each.fencing_token, started_at) for each in believed]
+        assert self.run(self.stage.statements.start(worker.id, started)) == dict.fromkeys(ours, True)
         for id_ in ours:
             self.tasks[id_].start(started_at)
 
@@ -581,7 +583,7 @@ class QueueMachine(RuleBasedStateMachine):
         worker_id = draw_one(data, [*others, "a-stranger"]) if how == "worker" else task.holder
         token = task.token + {"worker": 0, "past": -1, "future": 1}[how]
         self.settle(ModelWorker(worker_id), [(self.forge(task, worker_id, token), outcome)])
-        assert self.run(self.stage.statements.start(worker_id, [(task.id, token, self.now())])) == []
+        assert self.run(self.stage.statements.start(worker_id, [Started(task.id, token, self.now())])) == {}
 
     @precondition(lambda self: self.who_remembers())
     @rule(data=st.data())
@@ -845,7 +847,7 @@ def test_the_database_does_what_the_model_says(stage: Stage) -> None:
 @pytest.fixture
 def task(stage: Stage) -> HeldTask:
     stage.workers.run(stage.client.submit(new_task("alpha", (), {}, terms_of("alpha", {}))))
-    (claimed,) = stage.workers.run(stage.statements.claim("worker-1", "default", NAMES, 1, suspects=True)).tasks
+    (claimed,) = stage.workers.run(stage.statements.claim("worker-1", "default", NAMES, 1)).tasks
     return claimed.held
 
 
@@ -870,14 +872,22 @@ def test_a_cancel_that_the_worker_has_not_heard_of_is_not_forgotten(
 
 
 def test_a_cancel_outlives_a_claim_whose_answer_was_lost(stage: Stage, task: HeldTask) -> None:
-    """As above: `held` says that it was asked, and `release` must not forget it."""
+    """As above: `held` says that it was asked, and who gives it back must not forget it."""
     assert stage.workers.run(stage.client.cancel(task.id, None)) == "asked"
-    stage.workers.run(stage.statements.release("worker-1", [(task.id, task.fencing_token)], datetime.now(UTC)))
+    give_back(stage, task)
     assert _row(stage, task).state == "cancelled"
 
 
 def test_a_suspect_stays_one_when_the_answer_to_its_claim_was_lost(stage: Stage, task: HeldTask) -> None:
     """It has not proved its innocence: it must run alone."""
     stage.conn.execute("update tasklib.tasks set suspect = true where id = %s", [task.id])
-    stage.workers.run(stage.statements.release("worker-1", [(task.id, task.fencing_token)], datetime.now(UTC)))
+    give_back(stage, task)
     assert _row(stage, task).suspect
+
+
+def give_back(stage: Stage, task: HeldTask) -> None:
+    now = datetime.now(UTC)
+    (held, _), *_ = stage.workers.run(stage.statements.held("worker-1"))
+    assert held.id == task.id
+    settlement = settlement_json(held, decide(held, lost_end(held), now, RULES), started_at=None, finished_at=now)
+    stage.workers.run(stage.statements.settle("worker-1", [settlement]))

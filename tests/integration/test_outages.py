@@ -341,10 +341,14 @@ def test_ends_that_are_blocked_later_do_not_keep_back_the_first(
     config: tasklib.Config,
     caplog: pytest.LogCaptureFixture,
     hold: Callable[[int], list[Held]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody who locks row after row, each for a short time."""
-    with running(config, concurrency=8):
-        held = hold(6)
+    """Somebody who locks row after row. Each is waited for a tenth of a second: all of them for longer than the first
+    is set aside.
+    """
+    monkeypatch.setattr(settler, "BLOCKED_PAUSE_SECONDS", 0.2)
+    with running(config, concurrency=12):
+        held = hold(10)
         for each in held:
             each.released.set()
             wait_until(functools.partial(is_set_aside, caplog, each), "its end to be set aside")

@@ -18,7 +18,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import tasklib
-from tasklib import waiting
+from tasklib import connection, waiting
 from tests.waiting import wait_until
 from tests.working import ManualWorker, running
 
@@ -309,6 +309,39 @@ def test_whatever_makes_a_task_final_tells(
     ends[how]()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.direct("sees by its lock that somebody listens")
+def test_a_notification_that_comes_with_an_answer_is_heard(
+    app: None, client: tasklib.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task becomes final while the waiting thread looks, after its row was read: the next look is far away."""
+    monkeypatch.setattr(waiting, "FIRST_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 60.0)
+    tasklib.task(name="job")(lambda: None)
+    first, second = client.submit_task("job"), client.submit_task("job")
+    looks: list[Any] = []
+    send = connection.send_alone
+
+    def send_slowly(conn: Any, statement: Any) -> Any:
+        found = send(conn, statement)
+        looks.append(statement)
+        if statement.parameters == ([second],) and not found:
+            client.cancel_task(second)
+            conn.execute("select pg_sleep(0.2)")  # its answer brings the notification along
+        return found
+
+    monkeypatch.setattr(waiting, "send_alone", send_slowly)
+    threads = []
+    for task_id in (first, second):
+        threads.append(threading.Thread(target=tasklib.wait_for_sync, args=[[task_id], 60]))
+        threads[-1].start()
+        wait_until(lambda: len(looks) >= 2 * len(threads), "the first look to be over")
+    threads[1].join(10)
+    assert not threads[1].is_alive()
+    client.cancel_task(first)
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def finish_by_hand(config: tasklib.Config, task_id: UUID) -> None:

@@ -15,7 +15,9 @@ import tasklib
 from tasklib.duties.janitor import Janitor, Retention
 from tasklib.duties.rollups import Rollups
 from tasklib.duties.statements import KeeperStatements
-from tasklib.outcomes import Completed, Failed, Problem
+from tasklib.outcomes import Completed, Failed, Problem, Settlement
+from tasklib.statements import settlement_json
+from tasklib.states import State
 from tasklib.statistics import StatisticsStatements
 from tasklib.worker.session import Session
 from tasklib.worker.tally import SECONDS, Counts, histogram
@@ -81,8 +83,9 @@ def test_a_task_that_its_worker_has_claimed_twice_is_held_once(client: tasklib.C
     for number in range(2):
         client.submit_task("work", number=number)
     first, _ = worker.claim("work", limit=2)
-    released = worker.statements.release(worker.id, [(first.held.id, first.held.fencing_token)], first.held.claimed_at)
-    assert len(worker.session.run(released)) == 1
+    now = first.held.claimed_at
+    released = settlement_json(first.held, Settlement(State.PENDING), started_at=None, finished_at=now)
+    assert worker.session.run(worker.statements.settle(worker.id, [released])) == [first.held.id]
     worker.claim("work")
     assert counts(client) == (0, 0, 0, 2, 0)
     assert client.backlog() == 2

@@ -23,6 +23,7 @@ from tasklib.registry import default_registry
 from tasklib.testing import Queue, TasksFailed, run_inline
 from tests.invariants import AT_ANY_TIME, violations
 from tests.raw_sql import literal
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -357,12 +358,13 @@ def test_a_delayed_task_runs_when_its_time_has_come_and_not_before(tasklib_queue
 
 def test_frozen_time_stands_still(tasklib_queue: Queue) -> None:
     """For what was there, and for what comes later, however long the test takes; `travel` moves it."""
-    before = add.options(delay_seconds=1).submit_sync(1)
+    submitted = time.monotonic()
+    before = add.options(delay_seconds=3).submit_sync(1)
     tasklib_queue.freeze()
     after = add.options(delay_seconds=200, expires_at=datetime.now(UTC) + timedelta(seconds=600)).submit_sync(2)
-    time.sleep(1.2)
+    wait_until(lambda: time.monotonic() > submitted + 3.5, "it would be due, if time went on")
     assert tasklib_queue.run_until_empty() == []
-    tasklib_queue.travel(1)
+    tasklib_queue.travel(3)
     assert [task.id for task in tasklib_queue.run_until_empty()] == [before]
     tasklib_queue.travel(100)
     assert tasklib_queue.run_until_empty() == []

@@ -384,7 +384,7 @@ def test_what_is_marked_during_a_pause_is_given_back(
     workers: list[TaskWorker] = []
     mark = Finisher.mark
 
-    def mark_and_pause(self: Finisher, *given: Any) -> list[Execution]:
+    def mark_and_pause(self: Finisher, *given: Any) -> dict[UUID, bool]:
         marked = mark(self, *given)
         if workers:
             workers.pop().pause()

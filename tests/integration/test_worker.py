@@ -727,13 +727,13 @@ def test_a_claim_begins_at_its_floor(client: tasklib.Client, config: tasklib.Con
     note = tasklib.task(name="note")(lambda: None)
     client.submit_many([note.new() for _ in range(3)])
     worker = ManualWorker(config, "w")
-    first = worker.session.run(worker.statements.claim(worker.id, "default", ["note"], 1, suspects=False))
+    first = worker.session.run(worker.statements.claim(worker.id, "default", ["note"], 1))
     assert first.reached is not None
 
     def count(later: float, priority: int) -> int:
         assert first.reached is not None
         floor = Place(first.reached.submitted + later, priority)
-        claim = worker.statements.claim(worker.id, "default", ["note"], 2, suspects=False, floor=floor)
+        claim = worker.statements.claim(worker.id, "default", ["note"], 2, floor=floor)
         return len(worker.session.run(claim).tasks)
 
     assert count(3600, 0) == 0
@@ -947,7 +947,7 @@ def test_suspects_run_as_soon_as_the_worker_is_idle(client: tasklib.Client, conn
             suspects = client.submit_many([quick.new() for _ in range(3)], connection=conn)
             conn.execute("update tasklib.tasks set suspect = true where id = any(%s)", [suspects])
         wait_final(client, client.submit(quick.new()))  # it has looked, and taken what it may
-        assert {get(client, each).state for each in suspects} == {"pending"}
+        assert {get(client, each).attempt for each in suspects} == {0}
         release.set()
         for task_id in [slow_id, *suspects]:
             wait_final(client, task_id, seconds=5)
@@ -996,7 +996,7 @@ def test_a_task_that_kills_its_workers_is_buried(client: tasklib.Client, config:
     history = []
     for _ in range(3):
         victim = ManualWorker(quick, "victim")
-        (claimed,) = victim.claim("killer")
+        (claimed,) = victim.claim("killer") or victim.claim_suspects("killer")
         assert victim.start(claimed)
         wait_until(functools.partial(_is_dead, grave, victim), "its lease to run out")
         reaper.run_once()
@@ -1102,7 +1102,7 @@ def test_a_delayed_task_starts_on_time(client: tasklib.Client, config: tasklib.C
     tick = tasklib.task(name="tick")(lambda: began.append(datetime.now(UTC)))
     late: list[float] = []
     with running(config, poll_interval_seconds=0.5, listen=listen):
-        while len(late) < 20 and min(late, default=1.0) >= 0.020:
+        while len(late) < 60 and min(late, default=1.0) >= 0.020:
             due = datetime.now(UTC) + timedelta(seconds=0.7)
             task_id = client.submit_task(tick, scheduled_at=due)
             wait_final(client, task_id)
@@ -1118,14 +1118,14 @@ def test_a_retry_starts_on_time(client: tasklib.Client, conn: Conn, config: task
     def late() -> list[float]:
         return [later - earlier - 0.3 for earlier, later in itertools.pairwise(began)]
 
-    @tasklib.task(max_retries=20, backoff=tasklib.Fixed(0.3))
+    @tasklib.task(max_retries=60, backoff=tasklib.Fixed(0.3))
     def flaky() -> None:
         began.append(time.monotonic())
-        if len(began) < 5 or (len(began) < 20 and min(late()) >= 0.020):
+        if len(began) < 5 or (len(began) < 60 and min(late()) >= 0.020):
             raise OSError("again")
 
     with running(config, poll_interval_seconds=60):
-        wait_final(client, client.submit_task(flaky))
+        wait_final(client, client.submit_task(flaky), seconds=60)
     assert -0.001 <= min(late()) < 0.020
 
 

@@ -18,7 +18,7 @@ import tasklib
 from tasklib import migrate
 from tasklib.connection import WORKER_SETTINGS, connection_string
 from tasklib.duties.statements import KeeperStatements
-from tasklib.statements import Place, WorkerStatements
+from tasklib.statements import Place, Started, WorkerStatements
 from tasklib.statistics import StatisticsStatements
 from tasklib.worker.session import Session
 from tests.explain import PLACE, Statistics, explain
@@ -173,6 +173,9 @@ def claim_ids(million: Statistics, config: tasklib.Config) -> dict[str, list[int
         return dict(conn.execute("select worker_id, array_agg(id) from tasklib.claims group by worker_id").fetchall())
 
 
+CLAIM_INDEXES = {"tasks_claim", "tasks_pkey", "tasks_due", "tasks_suspects"}  # the last two if it comes short
+
+
 def completions(tasks: Sequence[tuple[uuid.UUID, int]]) -> list[str]:
     now = datetime.now(UTC).isoformat()
     what = {"state": "completed", "began": True, "outcome": "COMPLETED", "started_at": now, "finished_at": now}
@@ -187,8 +190,8 @@ def test_a_claim_reads_what_it_takes(
 ) -> None:
     """In the order of its index, and no further than it has to: the backlog, the delayed and the done cost nothing."""
     floor = Place(0.0, 0) if limit == CLAIM_SIZE else None
-    plan = explain(conn, plan_mode, statements.claim(WORKER, "mail", names, limit, suspects=False, floor=floor))
-    assert plan.ways_to("tasks") == {"tasks_claim", "tasks_pkey", "tasks_due"}, plan  # the last one if it comes short
+    plan = explain(conn, plan_mode, statements.claim(WORKER, "mail", names, limit, floor=floor))
+    assert plan.ways_to("tasks") == CLAIM_INDEXES, plan
     assert plan.sorted_rows <= limit, plan
     assert plan.pages_of("tasks") <= 20 * limit + 20, plan
 
@@ -198,10 +201,29 @@ def test_a_claim_from_an_empty_queue_reads_next_to_nothing(
     conn: Conn, plan_mode: str, statements: WorkerStatements
 ) -> None:
     """It is what an idle worker does all day: also what is due, and a probe for each of the other queues."""
-    claim = statements.claim(WORKER, "nothing_here", NAMES, 100, suspects=True, queues=["nothing_here"])
+    claim = statements.claim(WORKER, "nothing_here", NAMES, 100, queues=["nothing_here"])
     plan = explain(conn, plan_mode, claim)
-    assert plan.ways_to("tasks") == {"tasks_claim", "tasks_pkey", "tasks_due"}, plan
+    assert plan.ways_to("tasks") == CLAIM_INDEXES, plan
     assert plan.pages <= 30, plan
+
+
+@pytest.mark.usefixtures("known")
+def test_a_claim_from_many_queues_reads_what_it_takes(conn: Conn, plan_mode: str, statements: WorkerStatements) -> None:
+    """A probe for each queue, and then its first tasks in the order of the index."""
+    claim = statements.claim_each(WORKER, "", NAMES, CLAIM_SIZE, share=5, served=None, apart_from=["default"])
+    plan = explain(conn, plan_mode, claim)
+    assert plan.ways_to("tasks") == {"tasks_claim", "tasks_pkey"}, plan
+    assert plan.pages_of("tasks") <= 20 * CLAIM_SIZE + 20, plan
+
+
+@pytest.mark.usefixtures("known")
+def test_suspects_are_looked_for_in_an_index_of_their_own(
+    conn: Conn, plan_mode: str, statements: WorkerStatements
+) -> None:
+    """A busy worker does that four times a second: whatever the backlog, it reads what it takes."""
+    plan = explain(conn, plan_mode, statements.claim_suspects(WORKER, None, NAMES, 10))
+    assert plan.ways_to("tasks") == {"tasks_suspects", "tasks_pkey"}, plan
+    assert plan.pages <= 20 * 10 + 20, plan
 
 
 @pytest.mark.usefixtures("known")
@@ -218,9 +240,9 @@ def test_a_start_goes_by_the_key(
     conn: Conn, plan_mode: str, statements: WorkerStatements, leased: list[tuple[uuid.UUID, int]], count: int
 ) -> None:
     """One lookup for each task."""
-    started = [(id_, token, datetime.now(UTC)) for id_, token in leased[:count]]
+    started = [Started(id_, token, datetime.now(UTC)) for id_, token in leased[:count]]
     plan = explain(conn, plan_mode, statements.start(WORKER, started))
-    assert plan.ways_to("tasks") == {"tasks_pkey"}, plan
+    assert plan.ways_to("tasks") - {PLACE} == {"tasks_pkey"}, plan
     assert plan.pages_of("tasks") <= 10 * count, plan
 
 
@@ -414,13 +436,13 @@ def test_plans_from_when_the_table_was_small_do_no_harm(small: tuple[tasklib.Con
 
 def claim_start_settle(session: Session, statements: WorkerStatements) -> int:
     """Everything that a worker and a reaper do to leased tasks, once. How many tasks were completed."""
-    claimed = session.run(statements.claim(WORKER, "default", NAMES, 100, suspects=True)).tasks
+    claimed = session.run(statements.claim(WORKER, "default", NAMES, 100)).tasks
     claim_id = claimed[0].claim_id if claimed else 1
     held = [(each.held.id, each.held.fencing_token) for each in claimed] or [(uuid.uuid4(), 1)]
     ids = [id_ for id_, _ in held]
     session.run(statements.ready_queues())
     session.run(statements.waiting_names(["default"], NAMES))
-    session.run(statements.start(WORKER, [(*each, datetime.now(UTC)) for each in held]))
+    session.run(statements.start(WORKER, [Started(*each, datetime.now(UTC)) for each in held]))
     session.run(statements.extend(WORKER, ids))
     session.run(statements.asked_to_stop(WORKER, ids))
     session.run(statements.held(WORKER))
@@ -437,9 +459,9 @@ def test_a_start_and_a_success_write_to_no_index(small: tuple[tasklib.Config, Co
     statements = WorkerStatements(config)
     session = Session(config, "test")
     conn.execute("insert into tasklib.tasks (name) select 'name_0' from generate_series(1, 5)")
-    claimed = session.run(statements.claim(WORKER, "default", NAMES, 5, suspects=True)).tasks
+    claimed = session.run(statements.claim(WORKER, "default", NAMES, 5)).tasks
     held = [(each.held.id, each.held.fencing_token) for each in claimed]
-    assert len(session.run(statements.start(WORKER, [(*each, datetime.now(UTC)) for each in held[:2]]))) == 2
+    assert len(session.run(statements.start(WORKER, [Started(*each, datetime.now(UTC)) for each in held[:2]]))) == 2
     assert len(session.run(statements.settle(WORKER, completions(held)))) == 5
     session.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,12 +27,14 @@ class Sender:
 
     def __init__(self) -> None:
         self.batches: list[list[tasklib.NewTask]] = []
+        self.since: list[float] = []
         self.gate = asyncio.Event()
         self.refused: set[int] = set()
         self.error: tasklib.TasklibError = tasklib.IdempotencyConflict("another payload")
 
-    async def send(self, tasks: Sequence[tasklib.NewTask]) -> list[tasklib.TaskId]:
+    async def send(self, tasks: Sequence[tasklib.NewTask], since: float) -> list[tasklib.TaskId]:
         self.batches.append(list(tasks))
+        self.since.append(since)
         await self.gate.wait()
         if self.refused & {task.id.int for task in tasks}:
             raise self.error
@@ -141,3 +144,19 @@ async def test_who_gives_up_does_not_disturb_the_others(new: Any) -> None:
     answers = await asyncio.gather(*submits, return_exceptions=True)
     assert [isinstance(answer, asyncio.CancelledError) for answer in answers] == [True, False, False, True, False]
     assert combiner._under_way == 0
+
+
+async def test_the_time_that_a_task_has_waited_counts(new: Any) -> None:
+    """What waits for others to be sent is sent with the deadline of the one that has waited longest."""
+    sender = Sender()
+    combiner = Combiner(sender.send)
+    submits = asyncio.gather(*(combiner.submit(new(n)) for n in range(10)))
+    await asyncio.sleep(0)
+    queued_by = time.monotonic()
+    wait = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, wait.set_result, None)
+    await wait
+    sender.gate.set()
+    await submits
+    assert len(sender.since) == MOST_UNDER_WAY + 1
+    assert sender.since[-1] <= queued_by

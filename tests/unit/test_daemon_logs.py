@@ -94,7 +94,7 @@ def test_an_attempt_ends_with_one_canonical_line() -> None:
     """Task, id, queue, attempt, outcome, seconds and worker, whatever the outcome; what never ran has no outcome."""
     events, _ = run(
         """
-        configure()
+        configure(tasks="all")
         from datetime import UTC, datetime
         from tasklib.outcomes import Completed, Failed, HeldTask, Interrupted, Problem, decide, Rules
         from tasklib.worker.crew import _tell
@@ -119,6 +119,34 @@ def test_an_attempt_ends_with_one_canonical_line() -> None:
     assert (done["event"], done["outcome"], done["level"]) == ("task.completed", "completed", "info")
     assert (failed["outcome"], failed["error_code"], failed["level"]) == ("failed", "E", "warning")
     assert (released["event"], "outcome" in released) == ("task.released", False)
+
+
+@pytest.mark.parametrize(
+    ("log", "seen"),
+    [
+        ({}, ["failed"]),
+        ({"tasks": "failures"}, ["failed"]),
+        ({"tasks": "all"}, ["completed", "failed"]),
+        ({"tasks": "none"}, []),
+        ({"tasks": "all", "level": "warning"}, ["failed"]),
+        ({"tasks": "failures", "level": "error"}, []),
+    ],
+)
+def test_attempts_have_lines_as_asked_for(log: dict[str, str], seen: list[str]) -> None:
+    """By default only those that failed: a busy daemon would fill the disk with successes. Other events come all the
+    same.
+    """
+    events, _ = run(
+        f"""
+        configure(**{log!r})
+        from tasklib.log import task_log
+        task_log.info("task.completed", outcome="completed")
+        task_log.warning("task.failed", outcome="failed")
+        log.error("worker.killed")
+        """
+    )
+    assert [event["outcome"] for event in events[:-1]] == seen
+    assert events[-1]["event"] == "worker.killed"
 
 
 def test_an_application_that_sets_up_logging_leaves_ours_alone() -> None:

@@ -21,6 +21,7 @@ from tasklib_daemon import crashes, election, gauges, keeper, ledger, metrics, s
 from tasklib_daemon.ledger import Book, Ledger, LedgerTally
 from tasklib_daemon.page import Page, PageView
 from tasklib_daemon.plan import Cause
+from tasklib_daemon.samples import HANDOVER_SECONDS
 from tasklib_daemon.settings import Web
 from tasklib_daemon.web.app import HealthApp, Heard
 from tests import metrics_table
@@ -298,12 +299,12 @@ def test_amounts_go_through_a_message() -> None:
 # --- what is told ---
 
 
-def told(status: Status, totals: Amounts | None = None, samples: list[object] | None = None) -> str:
+def told(status: Status, totals: Amounts | None = None, samples: list[object] | None = None, age: float = 0.0) -> str:
     heard = Heard()
     if status:
         heard.take(status)
     heard.take_totals(totals or {})
-    heard.take_gauges(samples or [], heard.now())
+    heard.take_gauges(samples or [], heard.now() - age)
     answer = HealthApp(Web(), heard).answer("GET", "/metrics", {})
     assert answer.code == 200
     assert answer.text is not None
@@ -346,8 +347,19 @@ def test_histograms_are_told_as_prometheus_counts_them() -> None:
 def test_the_cluster_is_told_by_the_elected_one_alone() -> None:
     """Or its depth would be there once for each daemon. What is not known yet is left out."""
     assert value(parsed(told(STATUS, samples=CLUSTER)), "tasklib_queue_tasks", queue="default", state="ready") == 3
-    others = parsed(told({**STATUS, "elected": False}, samples=CLUSTER))
+    others = parsed(told({**STATUS, "elected": False}, samples=CLUSTER, age=HANDOVER_SECONDS))
     assert not {name for name, _ in others if name == "tasklib_queue_tasks" or name.startswith("tasklib_database_t")}
+
+
+def test_the_cluster_does_not_vanish_at_an_election() -> None:
+    """Who was elected goes on to show what it read last, until the next one has read: an alert that has to hold for a
+    while would begin anew.
+    """
+    age = HANDOVER_SECONDS - 1
+    before = parsed(told({**STATUS, "elected": False, "term": None}, samples=CLUSTER, age=age))
+    assert value(before, "tasklib_queue_tasks", queue="default", state="ready") == 3
+    assert (value(before, "tasklib_gauges_age_seconds") or 0.0) >= age
+    assert value(before, "tasklib_elected") == 0
 
 
 def test_what_has_no_labels_is_there_from_the_start() -> None:

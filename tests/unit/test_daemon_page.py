@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import signal
@@ -20,7 +22,7 @@ from tasklib_daemon.page import BACKENDS, BOOTED, DRAIN, EXECUTING, READY, WORKE
 from tests.unit.test_buffer import execution, executions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tasklib.worker.execution import Execution
     from tasklib_daemon.channel import Message
@@ -145,16 +147,6 @@ def test_fields_come_before_the_state(page: Page, monkeypatch: pytest.MonkeyPatc
     assert page.read().executing == ()
 
 
-def test_a_task_whose_limit_changes_goes_on_executing(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies in between was executing it."""
-    witness, task = page.witness(), begun()
-    witness.began(task)
-    monkeypatch.setattr(page_module, "_LIMIT", Dying())
-    with pytest.raises(KeyboardInterrupt):
-        witness.must_end_by(task, 5.0)
-    assert [each.task_id for each in page.read().executing] == [task.id]
-
-
 def test_the_page_outlives_its_worker(page: Page) -> None:
     """`kill -9` in the middle: the parent reads what the child was doing."""
     task, read_end, write_end = begun(), *os.pipe()
@@ -192,32 +184,108 @@ def test_a_process_that_a_task_forks_off_writes_nothing(page: Page) -> None:
     assert page.read().worker_id == ""
 
 
-def test_a_reader_never_sees_half_a_slot(page: Page) -> None:
-    """While the worker writes, the supervisor reads: each id with its own token."""
-    tasks = executions(40)
-    for number, each in enumerate(tasks):
-        each.task = each.task._replace(fencing_token=number)
-        each.begin(1.0)
-    tokens, is_over = {each.id: each.task.fencing_token for each in tasks}, threading.Event()
+# --- a writer that never rests: the supervisor reads at any moment, and takes what it sees for the truth ---
+
+READS = 100_000
+
+
+@contextlib.contextmanager
+def writing_without_rest(write: Callable[[], object]) -> Iterator[None]:
+    """In a process of its own, as a worker: a thread would take turns with the reader."""
+    write()
+    child = fork()
+    if child == 0:
+        while True:
+            write()
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_beat_is_never_seen_half_written(page: Page) -> None:
+    """A reader that saw zero would take the worker for hung, and kill it."""
+    before = time.monotonic()
+    with writing_without_rest(page.beat):
+        for _ in range(READS):
+            assert before <= page.read().beacon <= time.monotonic()
+
+
+def test_counts_are_never_seen_half_written(page: Page) -> None:
+    numbers = itertools.cycle([0x0123_4567_89AB_CDEF, 0x7EDC_BA98_7654_3210])
 
     def write() -> None:
-        witness = page.witness()
-        while not is_over.is_set():
-            for each in tasks:
-                witness.began(each)
-                witness.ended(each)
-                witness.settled([each])
+        number = next(numbers)
+        page.count_ended(number)
+        page.count_waiting(number)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        ends = time.monotonic() + 0.5
-        while time.monotonic() < ends:
-            seen = page.read()
-            assert all(tokens[each.task_id] == each.token for each in (*seen.executing, *seen.done))
-    finally:
-        is_over.set()
-        writer.join()
+    with writing_without_rest(write):
+        seen = {count for _ in range(READS) for view in [page.read()] for count in (view.ended, view.waiting)}
+    assert seen == {0x0123_4567_89AB_CDEF, 0x7EDC_BA98_7654_3210}
+
+
+def test_name_and_backends_are_never_seen_half_written(page: Page) -> None:
+    """By the name its lease is kept, and its tasks are recovered; the backends are terminated when it is dead."""
+    names = itertools.cycle(["a" * WORKER_ID_BYTES, "b" * 40])
+    backends = itertools.cycle([[0x1234_5678] * BACKENDS, [0x7EDC_BA98] * 5])
+
+    def write() -> None:
+        page.name(next(names))
+        page.show_backends(next(backends), is_connected=True)
+
+    with writing_without_rest(write):
+        views = [page.read() for _ in range(READS // 4)]
+    assert {view.worker_id for view in views} == {"a" * WORKER_ID_BYTES, "b" * 40}
+    assert {view.backends for view in views} == {(0x1234_5678,) * BACKENDS, (0x7EDC_BA98,) * 5}
+
+
+def test_a_slot_is_never_seen_half_written(page: Page) -> None:
+    """Each id comes with its own token, start and limit, though every slot is used again at once."""
+    tasks = executions(40)
+    for number, each in enumerate(tasks):
+        each.task = each.task._replace(fencing_token=number + 1, timeout_seconds=float(number))
+        each.begin(1.0)
+    expected = {each.id: (each.task.fencing_token, each.started, each.must_end_by) for each in tasks}
+    witness = page.witness()
+
+    def write() -> None:
+        witness._is_ours = True  # the child that writes is the worker
+        for each in tasks:
+            witness.began(each)
+            witness.ended(each)
+            witness.settled([each])
+
+    with writing_without_rest(write):
+        views = [page.read() for _ in range(READS // 4)]
+    slots = [slot for view in views for slot in (*view.executing, *view.done)]
+    assert slots
+    assert all(expected[slot.task_id] == (slot.token, slot.started, slot.must_end_by) for slot in slots)
+
+
+def test_a_limit_is_never_seen_half_written(page: Page) -> None:
+    """A reader that saw zero would take the task for overdue, and kill its worker. Limit and cause are one."""
+    page.fill(0, begun())
+    limits = itertools.cycle([(1e6 / 3, False), (2e9 / 7, True)])
+
+    def write() -> None:
+        moment, is_cancelled = next(limits)
+        page.limit(0, moment, is_cancelled=is_cancelled)
+
+    with writing_without_rest(write):
+        slots = {slot for _ in range(READS // 4) for slot in page.read().executing}
+    assert {(slot.must_end_by, slot.is_cancelled) for slot in slots} == {(1e6 / 3, False), (2e9 / 7, True)}
+
+
+def test_a_worker_stopped_while_it_fills_a_slot_shows_nothing_of_it(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot whose write was not finished has no number, and what it held before is not shown again."""
+    page.fill(0, begun())
+    monkeypatch.setattr(page_module, "_SLOT", Dying())
+    with pytest.raises(KeyboardInterrupt):
+        page.fill(0, begun())
+    assert page.read().executing == ()
 
 
 def test_a_new_name_replaces_the_old_one(page: Page) -> None:

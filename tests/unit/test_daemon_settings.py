@@ -9,13 +9,14 @@ import stat
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
 import tasklib
 from tasklib.errors import InvalidConfig
+from tasklib.ranges import Range
 from tasklib.registry import default_registry
 from tasklib_daemon.exits import Exit, ExitCode, exit_for, one_line
 from tasklib_daemon.redaction import redactor
@@ -98,10 +99,10 @@ def test_database_of_other_programs_is_the_last_resort() -> None:
         ("zzzzzzzzzzzzzzzz = 1", "unknown setting zzzzzzzzzzzzzzzz (FILE): there is nothing like it"),
         ("worker_id = 'x'", "unknown setting worker_id (FILE): did you mean workers?"),
         ("web = 8000", "web (FILE) is a section: write [web], and its settings below"),
-        ("workers = 0", "workers (FILE): Input should be greater than or equal to 1"),
+        ("workers = 0", "workers (FILE): must be a whole number from 1 to 1000, got 0"),
         ("queues = ['Bad Name']", "queues (FILE): 'Bad Name' cannot be a queue's name"),
         ("queues = []", "queues (FILE): is empty: leave it out for every queue"),
-        ("max_retries = -1", "max_retries (FILE): Input should be greater than or equal to 0"),
+        ("max_retries = -1", "max_retries (FILE): must be a whole number from 0 to 1000000, got -1"),
         ("schema = 'Bad'", "cannot be the schema"),
         ("[log]\nlevel = 'loud'", "log.level (FILE): Input should be 'debug', 'info', 'warning' or 'error'"),
         ("workers = x", "FILE is not TOML: there is a mistake (at line 1, column 11)"),
@@ -111,6 +112,77 @@ def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, said: st
     """An unknown key is an error that names the nearest one; a wrong value says where it stands and what it may be."""
     file = write(tmp_path / "tasklibd.toml", text)
     assert said.replace("FILE", str(file)) in refusal(file)
+
+
+# --- how large they may be ---
+
+UNBOUNDED = {  # by a number: what keeps it in bounds instead
+    "runtime_directory": "the length of a socket's address", "control_socket": "the length of a socket's address",
+    "log.file": "a file of that name has to be opened", "web.token": "its own check of length and characters",
+}  # fmt: skip
+
+
+def hints() -> dict[str, Any]:
+    """Every setting of the daemon and of the library, with its whole type."""
+    found: dict[str, Any] = dict(get_type_hints(tasklib.Config, include_extras=True))
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        if isinstance(hint, type) and issubclass(hint, BaseModel):
+            found |= {f"{name}.{each}": kind for each, kind in get_type_hints(hint, include_extras=True).items()}
+        elif name not in {"library", "model_config"}:
+            found[name] = hint
+    return {name: hint for name, hint in found.items() if not name.endswith("model_config")}
+
+
+def parts(hint: Any) -> Iterator[Any]:
+    """Of a type: itself, what it is annotated with, and what it is made of."""
+    yield hint
+    yield from getattr(hint, "__metadata__", ())
+    for each in (getattr(hint, "__origin__", None), *get_args(hint)):
+        if each is not None and get_origin(hint) is not Literal:
+            yield from parts(each)
+
+
+@pytest.mark.parametrize("key", sorted(hints()))
+def test_every_setting_has_a_range(key: str) -> None:
+    """A number has both ends, a text a greatest length, a choice its values: also the setting that comes next."""
+    found = [*parts(hints()[key])]
+    is_bounded = any(isinstance(each, Range) for each in found)
+    is_choice = bool in found or any(get_origin(each) is Literal for each in found)
+    has_length = any(getattr(each, "max_length", None) or _has_max_length(each) for each in found)
+    assert is_bounded or not {int, float} & set(found), "a number without a Range"
+    assert is_bounded or is_choice or has_length or key in UNBOUNDED
+
+
+def _has_max_length(part: Any) -> bool:
+    return any(getattr(each, "max_length", None) for each in getattr(part, "metadata", ()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hang_seconds", 1e-7, "hang_seconds (options): must be a number from 0.5 to 86400, got 1e-07"),
+        ("hang_seconds", 1.5, "hang_seconds must be at least 2, got 1.5: twice poll_interval_seconds"),
+        ("stall_seconds", 1.0, "stall_seconds must be at least 2, got 1"),
+        ("database_timeout_seconds", 1e-7, "must be a number from 0.1 to 3600, got 1e-07"),
+        ("lock_timeout_seconds", 1e20, "must be a whole number from 1 to 2.592e+06"),
+        ("lock_timeout_seconds", 10**20, "must be a whole number from 1 to 2.592e+06, got 1000000"),
+        ("election_ttl_seconds", 1e-7, "must be a number from 0.5 to 4.99, got 1e-07"),
+        ("workers", True, "workers (options): must be a whole number from 1 to 1000, got true or false"),
+        ("lease_seconds", True, "must be a number from 0.3 to 3600, got true or false"),
+        ("database_url", [], "database_url (options): Input should be a valid string"),
+        ("database_url", 0, "database_url (options): Input should be a valid string"),
+        ("poll_interval_seconds", float("nan"), "must be a number from 0.01 to 60, got nan"),
+        ("grace_seconds", float("inf"), "got inf"),
+    ],
+)
+def test_a_value_with_which_nothing_runs_is_refused(key: str, value: Any, said: str) -> None:
+    """By the setting's name, what was given, and what may be given."""
+    assert said in refusal(**{key: value})
+
+
+def test_a_section_has_ranges_too() -> None:
+    said = "retention.states_days (options): must be a number from 0.01 to 36500, got 1e+300"
+    assert said in refusal(retention={"states_days": 1e300})
 
 
 def test_mistakes_in_the_environment(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_limits_and_exit_codes_are_the_real_ones() -> None:
         f"more than {limits.slot_wal_bytes / 1e9:g} GB of WAL",
         f"have waited for {limits.unserved_seconds:g} s",
         f"nobody has taken up for {limits.stuck_seconds:g} s",
+        f"`idle_in_transaction_session_timeout` below {limits.shortest_timeouts['statement_timeout']:g} s",
+        f"`idle_session_timeout` below {limits.shortest_timeouts['idle_session_timeout']:g} s",
+        f"`lock_timeout` below {limits.shortest_timeouts['lock_timeout']:g} s",
     ):
         assert said in text
     assert {int(code) for code in re.findall(r"^\| (\d) \|", text, re.MULTILINE)} == {

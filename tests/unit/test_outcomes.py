@@ -75,11 +75,20 @@ CLAIMED = HeldTask(
 RUNNING = replace(CLAIMED, state="running", attempt=1, started_at=NOW - timedelta(seconds=1))
 DIED = Crashed("its worker died")
 LOCK_PASSED = Crashed("its lock passed", worker_is_alive=True)
-DIED_ALONE = Crashed("its process was killed by SIGSEGV", alone=True)
+DIED_ALONE = Crashed("its process was killed by SIGSEGV", alone=True, is_isolated=True)
 
 
 def after(seconds: float) -> datetime:
     return NOW + timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("timeout", [5e-324, 1e15, 1e300, 1.7e308])
+@pytest.mark.parametrize("since", [datetime(1, 1, 2, tzinfo=UTC), NOW, datetime(9999, 12, 30, tzinfo=UTC)])
+def test_a_timeout_of_any_size_can_be_judged(timeout: float, since: datetime) -> None:
+    """Whatever a column can hold: one task of which nobody can say what becomes would keep others from recovery."""
+    task = replace(RUNNING, timeout_seconds=timeout, started_at=since, claimed_at=since)
+    is_strike = timeout < 1 and since < NOW
+    assert decide(task, DIED, NOW, RULES).is_strike == is_strike
 
 
 # --- Case by case ----------------------------------------------------------------------------------------------------
@@ -417,7 +426,7 @@ tasks = st.builds(
     strikes=counts,
     suspect=st.booleans(),
     on_crash=st.sampled_from(["retry", "fail"]),
-    timeout_seconds=st.none() | st.floats(0.001, CENTURY_SECONDS),
+    timeout_seconds=st.none() | st.floats(5e-324, 1.7e308),  # whatever a column can hold
     claimed_at=moments,
     started_at=st.none() | moments,
     expires_at=st.none() | moments,

@@ -83,7 +83,8 @@ def test_an_outcome_comes_out_as_it_went_in(outcome: Outcome) -> None:
 @given(claimed, moments, st.floats(0, 1e9))
 def test_a_task_comes_out_as_it_went_in(task: ClaimedTask, moment: datetime, monotonic: float) -> None:
     """With ids and times, which JSON does not have."""
-    order = {"claimed": task, "place": "a.b", "started": monotonic, "started_at": moment, "clock": (moment, monotonic)}
+    times = {"started": monotonic, "started_at": moment, "clock": (moment, monotonic)}
+    order = {"claimed": task, "place": "a.b", "is_usual": True, **times}
     read = decoded_order(to_json(order))
     assert read.claimed == task
     assert isinstance(read.claimed.held.id, UUID)

@@ -34,6 +34,7 @@ class _WebChild:
         self._heard = Heard()
         self._server = Server(HealthApp(settings.web, self._heard))
         self._stop = asyncio.Event()
+        self._problem: str | None = None
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -42,10 +43,12 @@ class _WebChild:
         loop.add_signal_handler(signal.SIGUSR1, logs.reopen)
         loop.add_reader(self._channel.fileno(), self._hear)
         port = await self._try_to_listen()
-        self._channel.send({"say": "ready", "port": port})
+        self._channel.send({"say": "ready", "port": port, "problem": self._problem})
         while port is None and not self._stop.is_set():
             await self._pause(TRY_AGAIN_SECONDS)
             port = await self._try_to_listen(is_first=False)
+            if port is not None:
+                self._channel.send({"say": "listening", "port": port})
         await self._stop.wait()
         await self._server.close()
 
@@ -72,6 +75,7 @@ class _WebChild:
         except OSError as error:
             if error.errno in HOPELESS:
                 raise Exit(ExitCode.CONFIG, f"web: cannot listen on {where}: {error.strerror}") from None
+            self._problem = f"the web child cannot listen on {where}: {error.strerror}"
             if is_first:
                 log.warning(
                     "web.waiting", address=where, error=error.strerror, consequence="tried again until it works"

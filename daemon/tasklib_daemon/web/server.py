@@ -1,5 +1,8 @@
 """A small HTTP server for an ASGI application: one request a connection, bounded in size and in time.
 
+Connections are bounded in number, too: beyond it the oldest is closed, so that callers who say nothing, or do not take
+their answer, keep nobody out who asks at once.
+
 It is all that three short answers need, and a tenth of the memory of a full one; an application that needs more can be
 served by any other ASGI server instead.
 """
@@ -9,71 +12,110 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
+import resource
+import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from tasklib_daemon.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 
     Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 MAX_HEAD_BYTES = 8192
-MAX_CONNECTIONS = 64
+MAX_SILENT = 512  # connections whose request is not whole; more than one turn of the loop accepts
+MAX_ANSWERED = 64  # connections whose answer is on its way: each holds a copy of it
+BACKLOG = 256  # a caller for whom the kernel has no room tries again only after a second
 REQUEST_SECONDS = 5.0
+
+
+class _Crowd:
+    """Conversations, at most so many: a new one ends the oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # the oldest first
+
+    @contextlib.contextmanager
+    def joined(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        if len(self._tasks) >= self._most:
+            oldest = next(iter(self._tasks))
+            del self._tasks[oldest]
+            oldest.cancel()
+        self._tasks[task] = None
+        try:
+            yield
+        finally:
+            self._tasks.pop(task, None)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter([*self._tasks])
 
 
 class Server:
     def __init__(self, application: Application) -> None:
         self._application = application
-        self._conversations: set[asyncio.Task[Any]] = set()
+        self._silent = _Crowd(min(MAX_SILENT, _most_descriptors() // 2))
+        self._answered = _Crowd(min(MAX_ANSWERED, _most_descriptors() // 4))
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
         """The port. OSError, if it cannot be had."""
-        self._server = await asyncio.start_server(self._meet, host, port, limit=MAX_HEAD_BYTES)
+        self._server = await asyncio.start_server(self._meet, host, port, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        if self._conversations:
-            _, late = await asyncio.wait(self._conversations, timeout=1.0)
+        left = [*self._silent, *self._answered]
+        if left:
+            _, late = await asyncio.wait(left, timeout=1.0)
             for each in late:
                 each.cancel()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._conversations) >= MAX_CONNECTIONS:
-            writer.close()
-            return
-        self._conversations.add(task)
+        if task is None:  # it is called as a task
+            raise RuntimeError("a conversation needs a task of its own")
+        writer.transport.set_write_buffer_limits(0)  # what is drained is sent: nothing is left over for the close
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
-                await self._converse(reader, writer)
+                with self._silent.joined(task):
+                    head = await _read_head(reader)
+                with self._answered.joined(task):
+                    await self._answer(head, writer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # who asked is gone, or too slow
+            writer.transport.abort()  # who asked is gone, or too slow: a close would wait for them
         except Exception:  # noqa: BLE001 - one request must not end the server
             log.exception("request.failed")
         finally:
-            self._conversations.discard(task)
             writer.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            writer.write(_refusal(431))
+    async def _answer(self, head: bytes | None, writer: asyncio.StreamWriter) -> None:
+        scope = _scope(head) if head is not None else None
+        if scope is None:
+            writer.write(_refusal(431 if head is None else 400))
         else:
-            scope = _scope(head)
-            if scope is None:
-                writer.write(_refusal(400))
-            else:
-                await self._application(scope, _no_body, _sender(writer))
+            await self._application(scope, _no_body, _sender(writer))
         await writer.drain()
         with contextlib.suppress(OSError):
             writer.write_eof()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
+    """None: it is too long."""
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        return None
+
+
+def _most_descriptors() -> int:
+    """That this process may open: a server that has none left accepts nobody for a second."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def _scope(head: bytes) -> dict[str, Any] | None:

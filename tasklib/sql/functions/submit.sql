@@ -32,6 +32,12 @@ declare
         submit.scheduled_at, submitted_at + submit.delay_seconds * interval '1 second');
     earlier_id uuid;
 begin
+    -- Here, and by domains below: the table itself would refuse it with the whole row, and log that.
+    if num_nulls(submit.name, submit.kwargs, submit.args, submit.queue, submit.priority, submit.delay_seconds,
+                 submit.max_retries, submit.tags, submit.store_result, submit.on_crash) > 0 then
+        raise exception 'only scheduled_at, expires_at, timeout_seconds, idempotency_key and id may be null'
+            using errcode = 'not_null_violation', hint = 'Leave out what shall have its default.';
+    end if;
     if submit.delay_seconds < 0 then
         raise exception 'delay_seconds must not be negative' using errcode = 'TL400';
     end if;
@@ -50,8 +56,8 @@ begin
             submit.id, submit.name, submit.args, submit.kwargs, submit.queue, submit.priority,
             submitted_at, starts_at, starts_at <= submitted_at,
             least(case when starts_at > submitted_at then starts_at end, submit.expires_at), submit.expires_at,
-            submit.max_retries, submit.timeout_seconds, submit.tags, submit.idempotency_key,
-            submit.store_result, submit.on_crash)
+            submit.max_retries::tasklib.given_retries, submit.timeout_seconds::tasklib.given_timeout, submit.tags,
+            submit.idempotency_key, submit.store_result, submit.on_crash::tasklib.given_crash_policy)
         on conflict do nothing;
         if found then
             return;

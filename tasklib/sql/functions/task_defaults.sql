@@ -27,7 +27,7 @@ begin
         end if;
     end if;
     new.payload_digest := case when new.idempotency_key is not null
-        then tasklib.payload_digest(new.name, new.args, new.kwargs) end;
+        then tasklib.keyed_digest(tasklib.payload_digest(new.name, new.args, new.kwargs)) end;
     if new.state in ('failed', 'cancelled', 'expired', 'buried') then
         new.error_code := coalesce(new.error_code, upper(new.state));
     end if;

@@ -1,5 +1,5 @@
 -- The tasks of a JSON array as rows, with what each leaves out. Inlined where it is used: stable, one SELECT, and no
--- SET clause, which would keep it from being.
+-- SET clause, which would keep it from being. The domains refuse what the table would, but not with the whole row.
 create or replace function tasklib.tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamptz)
     returns table (
         ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer,
@@ -13,9 +13,10 @@ as $$
            expires_at, coalesce(max_retries, 3), timeout_seconds, coalesce(tags, '{}'), idempotency_key,
            coalesce(store_result, true), coalesce(on_crash, 'retry'), parent_id
       from rows from (pg_catalog.jsonb_to_recordset(tasks) as (
-               name text, kwargs jsonb, args jsonb, queue text, priority integer, delay_seconds double precision,
-               scheduled_at timestamptz, expires_at timestamptz, max_retries integer, timeout_seconds double precision,
-               tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid)
+               name tasklib.given_name, kwargs jsonb, args jsonb, queue text, priority integer,
+               delay_seconds double precision, scheduled_at timestamptz, expires_at timestamptz,
+               max_retries tasklib.given_retries, timeout_seconds tasklib.given_timeout, tags jsonb,
+               idempotency_key text, store_result boolean, on_crash tasklib.given_crash_policy, parent_id uuid)
            ) with ordinality as element (
                name, kwargs, args, queue, priority, delay_seconds, scheduled_at, expires_at, max_retries,
                timeout_seconds, tags, idempotency_key, store_result, on_crash, parent_id, ordinal)

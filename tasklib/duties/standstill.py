@@ -1,0 +1,76 @@
+"""Says that tasks wait which this role cannot claim, though it is refused nothing: row-level security hides rows
+without an error, and so does a lock that somebody never gives back. All else would look as if there were no work.
+
+The figures of the queues are read with the rights of their owner. If they tell of tasks that have been ready for a
+while, and this role can lock none of their rows, at two looks in a row, then it stands still.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from tasklib.log import log
+from tasklib.statistics import StatisticsStatements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tasklib.config import Config
+    from tasklib.statements import WorkerStatements
+    from tasklib.worker.session import Session
+
+PAUSE_SECONDS = 10.0
+OLD_SECONDS = 10.0  # a task that has been ready for less may just be about to be claimed
+TELL_AGAIN_SECONDS = 600.0
+HINT = (
+    "run `tasklib doctor`: is row-level security on for a table of tasklib, or does somebody hold locks on these rows?"
+)
+
+
+class Standstill:
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        statements: WorkerStatements,
+        queues: Sequence[str] | None,
+        *,
+        pause_seconds: float = PAUSE_SECONDS,
+        old_seconds: float = OLD_SECONDS,
+    ) -> None:
+        self._session = session
+        self._statements = statements
+        self._statistics = StatisticsStatements(config)
+        self._queues = queues
+        self._pause_seconds = pause_seconds
+        self._old_seconds = old_seconds
+        self._suspected: set[str] = set()
+        self._tell_at = 0.0
+        self.hidden: list[str] = []  # queues whose tasks cannot be claimed
+
+    def run_once(self) -> float | None:
+        found = self._look()
+        self.hidden = sorted(found & self._suspected)
+        self._suspected = found
+        if self.hidden and time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + TELL_AGAIN_SECONDS
+            log.error("tasks.unclaimable", queues=self.hidden, hint=HINT)
+        elif not self.hidden:
+            self._tell_at = 0.0
+        return self._pause_seconds
+
+    def _look(self) -> set[str]:
+        """Queues with old tasks of which this role can lock none. As a rule one probe of an index: it sees a task that
+        is new, or that it could claim, or there is none for anybody.
+        """
+        if self._session.run(self._statements.has_lockable(self._queues, self._old_seconds)):
+            return set()
+        waiting = self._session.run(self._statistics.queues(most=1))
+        return {
+            each.queue
+            for each in waiting
+            if each.ready
+            and (each.oldest_ready_age_seconds or 0.0) >= self._old_seconds
+            and (self._queues is None or each.queue in self._queues)
+        }

@@ -1,0 +1,55 @@
+"""How large a setting may be, as part of its type: `Annotated[int, Range(1, 1000)]`.
+
+Every number has both ends: one with which nothing runs is refused where it is given, and not found out in production.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from pydantic_core import core_schema
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+
+DAY_SECONDS = 86_400.0
+YEAR_SECONDS = 365 * DAY_SECONDS
+LONGEST_TEXT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """From `least` to `most`. True and false are no numbers. A value that is no number is not shown in the error: it
+    may be a secret in the wrong place.
+    """
+
+    least: float
+    most: float
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        kind = "whole number" if source is int else "number"
+        wanted = f"must be a {kind} from {_shown(self.least)} to {_shown(self.most)}"
+
+        def validate(value: Any, parse: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            try:
+                number = parse(value)
+            except ValidationError:
+                number = None
+            if number is None or isinstance(value, bool):
+                raise ValueError(f"{wanted}{', got true or false' if isinstance(value, bool) else ''}")
+            if not self.least <= number <= self.most:
+                raise ValueError(f"{wanted}, got {_shown(number)}")
+            return number
+
+        return core_schema.no_info_wrap_validator_function(validate, handler(source))
+
+
+def plain(message: str) -> str:
+    """Without pydantic's words before ours."""
+    return message.removeprefix("Value error, ")
+
+
+def _shown(number: float) -> str:
+    return str(number) if type(number) is int else f"{number:g}"

@@ -1,0 +1,7 @@
+-- What is kept beside an idempotency key: the digest of the payload and of who submitted it. See submitted_before.
+create or replace function tasklib.keyed_digest(payload bytea) returns bytea
+    language sql stable
+as $$
+    select pg_catalog.sha256(
+        payload operator(pg_catalog.||) pg_catalog.convert_to(tasklib.caller()::pg_catalog.text, 'UTF8'))
+$$;

@@ -1,0 +1,131 @@
+"""Somebody locks rows of tasks that a daemon executes: the tasks themselves, on their own connections, and users. What
+everybody else does goes on as before.
+
+    python3 dev.py soak daemon locks [--seconds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
+
+import tasklib
+from tests.campaigns import daemon_tasks, measures, soak_worker
+from tests.campaigns.daemon_scene import Scene, conclude, end_in_good_order
+from tests.campaigns.soak import say, scratch_directory
+
+HELD_SECONDS = 3.0
+USERS = 3
+BYSTANDER = 1  # the priority of tasks that nobody locks: they must not notice
+
+
+@dataclass(frozen=True)
+class Options:
+    seconds: float
+    least_share: float
+    seed: int
+    directory: str | None
+
+
+class Locker(threading.Thread):
+    """A user who takes a row of a running or claimed task now and then, and thinks for a while."""
+
+    def __init__(self, dsn: str, seed: int) -> None:
+        super().__init__(name="locker", daemon=True)
+        self._dsn = dsn
+        self._dice = random.Random(seed)
+        self._done = threading.Event()
+        self.locked = 0
+
+    def run(self) -> None:
+        with psycopg.connect(self._dsn) as conn:
+            while not self._done.is_set():
+                rows = conn.execute(
+                    """select id from tasklib.tasks where id in (select unnest(task_ids) from tasklib.claims)
+                        and priority <> %s limit 5 for update skip locked""",
+                    [BYSTANDER],
+                ).fetchall()
+                self.locked += len(rows)
+                self._done.wait(self._dice.uniform(0.2, HELD_SECONDS) if rows else 0.05)
+                conn.rollback()
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def round_trips(scene: Scene, client: tasklib.Client, seconds: float) -> list[float]:
+    """How long each of the tasks took that were submitted one after the other."""
+    took: list[float] = []
+    ends = time.monotonic() + seconds
+    while (now := time.monotonic()) < ends:
+        task = soak_worker.work_async.options(priority=BYSTANDER).new(0.0)
+        scene.submit([task])
+        while (found := client.get_task(task.id)) is None or found.completed_at is None:
+            time.sleep(0.002)  # not by waiting for its result: who does holds a lock
+        took.append(time.monotonic() - now)
+    return took
+
+
+def campaign(options: Options, scratch: Path) -> int:
+    with contextlib.ExitStack() as stack:
+        scene = Scene(stack, scratch, rate=3.0, seed=options.seed, draw=daemon_tasks.draw)
+        scene.start("locks", workers=2, concurrency=8, web={"port": 0})
+        client = tasklib.Client(tasklib.Config(scene.dsn, pool_size=2))
+        stack.callback(client.close)
+        with scene.load():
+            before = round_trips(scene, client, options.seconds / 2)
+            lockers = [Locker(scene.dsn, options.seed + number) for number in range(USERS)]
+            for each in lockers:
+                each.start()
+            holders = threading.Thread(target=hold_rows, args=[scene, options.seconds], daemon=True)
+            holders.start()
+            beside = round_trips(scene, client, options.seconds)
+            holders.join()
+            for each in lockers:
+                each.stop()
+        scene.drain(60)
+        scene.stop("locks")
+        scene.judge()
+        say(f"rows that users locked: {sum(each.locked for each in lockers)}")
+        say(f"round trips before: {measures.shown(before)}")
+        say(f"round trips beside the locks: {measures.shown(beside)}; {measures.load()}")
+        share = (len(beside) / options.seconds) / (len(before) / (options.seconds / 2))
+        say(f"round trips a second: {share:.2f} of before")
+        if share < options.least_share:
+            scene.problems.append(f"{share:.2f} of the round trips, and {options.least_share:g} is the least")
+        return conclude(scene, options.seed)
+
+
+def hold_rows(scene: Scene, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        scene.submit([daemon_tasks.hold_itself.new(HELD_SECONDS) for _ in range(3)])
+        time.sleep(HELD_SECONDS / 2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="with locks; half of it without comes first")
+    parser.add_argument("--least-share", type=float, default=0.6, help="of the round trips without locks")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--directory", help="keep the database and the journals there")
+    options = Options(**vars(parser.parse_args()))
+    end_in_good_order()
+    say(f"locks: {options}")
+    with scratch_directory(options.directory) as scratch:
+        return campaign(options, scratch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
