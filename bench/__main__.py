@@ -25,7 +25,7 @@ from bench.catalogue import WORKLOADS
 from bench.figures import Results
 from bench.harness import SETTINGS, Bench, NotRun, checked_settings
 from bench.sizes import QUICK, Size
-from bench.systems import BARE, PEERS, TASKLIB, installed
+from bench.systems import BARE, PEERS, TASKLIB, earlier, installed
 from tasklib import embedded
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ python3 dev.py bench                                    all workloads, all syste
 python3 dev.py bench W3 --rounds 3                      drains alone
 python3 dev.py bench drain latency --peers pgqueuer     two workloads beside one peer
 python3 dev.py bench W9 --peers --finished 1000000      a size of its own, beside no peer
+python3 dev.py bench drain --peers --before HEAD~3      beside an earlier commit (named twice: with a control)
 python3 dev.py bench --quick                            everything in a minute, in small: do they all work?
 python3 dev.py bench --from bench/results/*.json        the report once more, from what was measured (--docs docs)
 """
@@ -51,11 +52,16 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[System] = tuple
     if options.earlier:
         results = Results.read(options.earlier)
     else:
-        results = measure(options, [TASKLIB, BARE, *(peer for peer in peers if peer.name in options.peers)])
+        chosen_peers = (peer for peer in peers if peer.name in options.peers)
+        results = measure(options, [TASKLIB, *versions_before(options.before), BARE, *chosen_peers])
     print(f"\n{report.text(results)}")
     if options.docs is not None:
         print(f"\n{report.write(results, options.docs)}")
     return 1 if results.has_failed(TASKLIB.name, BARE.name) else 0
+
+
+def versions_before(revisions: Sequence[str]) -> list[System]:
+    return [earlier(revision, revisions[: at + 1].count(revision)) for at, revision in enumerate(revisions)]
 
 
 def measure(options: argparse.Namespace, systems: Sequence[System]) -> Results:
@@ -145,6 +151,7 @@ def parse(arguments: Sequence[str] | None, peers: list[str]) -> argparse.Namespa
     )
     parser.add_argument("workloads", nargs="*", help=f"all, or some of: {', '.join(known_names())}")
     parser.add_argument("--peers", nargs="*", choices=peers, default=None, help="all, if not given")
+    parser.add_argument("--before", nargs="+", default=[], metavar="REV", help="tasklib at these commits, too")
     parser.add_argument("--rounds", type=int, default=None, help="5")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, no peers")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="directory for the figures as JSON")

@@ -33,7 +33,7 @@ class Workload:
     less_is_better: bool = False
 
     def takes(self, system: System) -> bool:
-        return (not self.only or system.name in self.only) and system.name not in self.without
+        return (not self.only or system.kind in self.only) and system.kind not in self.without
 
     def ratio(self, ours: float, theirs: float) -> float:
         """More than 1: we are ahead."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from bench.systems import System
     from tasklib import embedded
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = {
     "shared_buffers": "1GB",
     "max_wal_size": "4GB",
@@ -65,7 +64,8 @@ class Process:
     """A driver of a system (bench/drivers/driver.py): takes commands and gives answers as lines of JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        root = Path(command[1]).parents[2]  # an earlier version brings its own library
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(  # noqa: S603 - a script of ours
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )

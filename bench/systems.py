@@ -7,9 +7,12 @@ reason; the others are measured all the same.
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,11 +36,18 @@ class System:
     mode: str
     share: float = 1.0  # of a drain's tasks: a slow one needs fewer to show its rate, one for Node more to be compiled
     runtime: Literal["python", "node"] = "python"
+    root: Path = HERE.parent  # the source tree of its driver
+    driver: str = ""  # its name, if it is not the system's own
+
+    @property
+    def kind(self) -> str:
+        """Two versions of one queue are of the same kind: they take part in the same workloads."""
+        return self.driver or self.name
 
     @property
     def script(self) -> Path:
         suffix = {"python": "py", "node": "mjs"}[self.runtime]
-        return HERE / "drivers" / f"run_{self.name.replace('-', '_')}.{suffix}"
+        return self.root / "bench" / "drivers" / f"run_{self.kind.replace('-', '_')}.{suffix}"
 
 
 TASKLIB = System(
@@ -117,6 +127,20 @@ PEERS = [
         runtime="node",
     ),
 ]
+
+
+def earlier(revision: str, number: int = 1) -> System:
+    """An earlier version of tasklib. The same commit with another number is a control: the two should be equal."""
+    git = ["git", "-C", str(HERE.parent)]
+    found = subprocess.run([*git, "rev-parse", "--short", revision], check=True, capture_output=True, text=True)  # noqa: S603
+    commit = found.stdout.strip()
+    root = ENVIRONMENTS / f"tasklib-{commit}"
+    if not root.exists():
+        archive = subprocess.run([*git, "archive", "--format=tar", commit], check=True, capture_output=True)  # noqa: S603
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(root, filter="data")
+    name = commit if number == 1 else f"{commit}-{number}"
+    return dataclasses.replace(TASKLIB, name=name, root=root, driver=TASKLIB.name)
 
 
 class Missing(Exception):

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
+from bench import __main__ as command
 from bench import systems
+from bench.catalogue import WORKLOADS
 from bench.harness import Process
 from bench.systems import BARE, PEERS, TASKLIB, System
 from tests.raw_sql import literal
@@ -95,3 +97,16 @@ def test_where_there_is_no_npm_what_needs_it_is_missing(tmp_path: Path, monkeypa
 
     assert commands == {TASKLIB: [sys.executable, str(TASKLIB.script)]}
     assert missing == {"nowhere": "there is no npm here"}
+
+
+def test_an_earlier_commit_runs_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes part in the workloads that only tasklib takes part in. The same commit twice has two names."""
+    monkeypatch.setattr(systems, "ENVIRONMENTS", tmp_path)
+    before, control = command.versions_before(["HEAD", "HEAD"])
+
+    assert before.name != control.name
+    assert before.root == control.root == before.script.parents[2]
+    assert (before.root / "tasklib" / "__init__.py").exists()
+    assert all(workload.takes(before) == workload.takes(TASKLIB) for workload in WORKLOADS)
+    with Process([*systems.environment(before)]) as process:
+        assert process.ask("versions")
