@@ -2,6 +2,8 @@
 everybody else does goes on as before.
 
     python3 dev.py soak daemon locks [--seconds 60]
+
+With `--round-trips`, a phase lasts until that many tasks that nobody locked have ended: this needs no fast machine.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ BYSTANDER = 1  # the priority of tasks that nobody locks: they must not notice
 @dataclass(frozen=True)
 class Options:
     seconds: float
+    round_trips: int
     least_share: float
     seed: int
     directory: str | None
@@ -64,17 +67,29 @@ class Locker(threading.Thread):
         self.join()
 
 
-def round_trips(scene: Scene, client: tasklib.Client, seconds: float) -> list[float]:
-    """How long each of the tasks took that were submitted one after the other."""
+@dataclass(frozen=True)
+class Phase:
+    """How long each task took that was submitted after the one before had ended, and how long they took together."""
+
+    took: list[float]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.took) / self.seconds
+
+
+def round_trips(scene: Scene, client: tasklib.Client, *, seconds: float, least: int) -> Phase:
+    """For so many seconds, and until there were so many."""
     took: list[float] = []
-    ends = time.monotonic() + seconds
-    while (now := time.monotonic()) < ends:
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + seconds or len(took) < least:
         task = soak_worker.work_async.options(priority=BYSTANDER).new(0.0)
         scene.submit([task])
         while (found := client.get_task(task.id)) is None or found.completed_at is None:
-            time.sleep(0.002)  # not by waiting for its result: who does holds a lock
+            time.sleep(0.002)  # a client that waits for a result holds a lock of its own
         took.append(time.monotonic() - now)
-    return took
+    return Phase(took, time.monotonic() - began)
 
 
 def campaign(options: Options, scratch: Path) -> int:
@@ -84,13 +99,15 @@ def campaign(options: Options, scratch: Path) -> int:
         client = tasklib.Client(tasklib.Config(scene.dsn, pool_size=2))
         stack.callback(client.close)
         with scene.load():
-            before = round_trips(scene, client, options.seconds / 2)
+            before = round_trips(scene, client, seconds=options.seconds / 2, least=options.round_trips)
             lockers = [Locker(scene.dsn, options.seed + number) for number in range(USERS)]
             for each in lockers:
                 each.start()
-            holders = threading.Thread(target=hold_rows, args=[scene, options.seconds], daemon=True)
+            is_over = threading.Event()
+            holders = threading.Thread(target=hold_rows, args=[scene, is_over], daemon=True)
             holders.start()
-            beside = round_trips(scene, client, options.seconds)
+            beside = round_trips(scene, client, seconds=options.seconds, least=options.round_trips)
+            is_over.set()
             holders.join()
             for each in lockers:
                 each.stop()
@@ -98,25 +115,25 @@ def campaign(options: Options, scratch: Path) -> int:
         scene.stop("locks")
         scene.judge()
         say(f"rows that users locked: {sum(each.locked for each in lockers)}")
-        say(f"round trips before: {measures.shown(before)}")
-        say(f"round trips beside the locks: {measures.shown(beside)}; {measures.load()}")
-        share = (len(beside) / options.seconds) / (len(before) / (options.seconds / 2))
+        say(f"round trips before: {measures.shown(before.took)}")
+        say(f"round trips beside the locks: {measures.shown(beside.took)}; {measures.load()}")
+        share = beside.rate / before.rate
         say(f"round trips a second: {share:.2f} of before")
         if share < options.least_share:
             scene.problems.append(f"{share:.2f} of the round trips, and {options.least_share:g} is the least")
         return conclude(scene, options.seed)
 
 
-def hold_rows(scene: Scene, seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
+def hold_rows(scene: Scene, is_over: threading.Event) -> None:
+    while not is_over.is_set():
         scene.submit([daemon_tasks.hold_itself.new(HELD_SECONDS) for _ in range(3)])
-        time.sleep(HELD_SECONDS / 2)
+        is_over.wait(HELD_SECONDS / 2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="with locks; half of it without comes first")
+    parser.add_argument("--round-trips", type=int, default=1, help="at least so many, without locks and with them")
     parser.add_argument("--least-share", type=float, default=0.6, help="of the round trips without locks")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--directory", help="keep the database and the journals there")
