@@ -237,6 +237,7 @@ class Queue:
 
     def _checked(self, worker: TaskWorker, *, raise_errors: bool, runs_all: bool) -> list[Task]:
         __tracebackhide__ = True
+        self._run(Statement(self._sql["pass_last_end"], (worker.worker_id,), lambda _: None))
         if self._frozen_at is not None:
             self._frozen_at = self._now()
         by_id = {task.id: task for task in self._all()}

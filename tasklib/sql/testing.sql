@@ -43,3 +43,10 @@ update tasklib.tasks as task
 -- What one worker has executed, in the order in which it began.
 -- name: executed
 select task_id from tasklib.task_attempts where worker_id = $1::text group by task_id order by min(started_at), task_id;
+
+
+-- Waits until the database's clock has passed the end of everything that one worker has executed. A worker's clock may
+-- be ahead by as long as an answer took: a retry in 300 s would not yet be due after `travel(300)`.
+-- name: pass_last_end
+select pg_sleep(least(coalesce(extract(epoch from max(finished_at) - clock_timestamp()), 0), 10)::double precision)
+  from tasklib.task_attempts where worker_id = $1::text;
