@@ -66,11 +66,6 @@ class Execution:
         return not math.isinf(self.started)
 
     @property
-    def mark_since(self) -> float:
-        """Monotonic: from here on it is counted when it should be marked."""
-        return max(self.started, self.not_before)
-
-    @property
     def must_end_by(self) -> float:
         """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel. Not
         for one with a process of its own: whoever started that ends it.
@@ -117,8 +112,10 @@ class Execution:
 
     @property
     def needs_care(self) -> bool:
-        """It cannot start as it is."""
-        return self.needs_mark or not self.is_loaded
+        """It cannot start as it is. Every task is asked, and so this calls no other property."""
+        task = self.task
+        is_unmarked = (task.suspect or task.on_crash == "fail") and not self.is_marked
+        return is_unmarked or self.claimed.args is None
 
     def give_own_process(self) -> None:
         """A thread attends to it, whatever kind of function it is."""

@@ -123,10 +123,11 @@ class Finisher:
 
     def _mark_long_runners(self) -> None:
         now = time.monotonic()
+        begun_by = now - MARK_AFTER_SECONDS
         long = [
             each
             for each in self._buffer.executing()
-            if not each.is_marked and not each.needs_mark and now - each.mark_since >= MARK_AFTER_SECONDS
+            if each.started <= begun_by and not each.is_marked and not each.needs_mark and each.not_before <= begun_by
         ]
         if long:
             marks = self.mark(long, self._session)
@@ -180,8 +181,12 @@ class Finisher:
 
     def _next_mark(self) -> float | None:
         """One that was taken and has not begun yet has no time to count from; who begins it wakes us."""
-        started = [each.mark_since for each in self._buffer.executing() if not each.is_marked and each.has_begun]
-        return min(started) + MARK_AFTER_SECONDS - time.monotonic() if started else None
+        starts = [
+            max(each.started, each.not_before)
+            for each in self._buffer.executing()
+            if not each.is_marked and each.has_begun
+        ]
+        return min(starts) + MARK_AFTER_SECONDS - time.monotonic() if starts else None
 
 
 def _tell_unmarked(row: tuple[Any, ...], error: psycopg.Error) -> None:

@@ -39,7 +39,6 @@ UNSTORABLE = "UNSTORABLE"
 LARGEST_BATCH = 1_000
 LARGEST_BATCH_CHARACTERS = 8_000_000
 MOST_CHARACTERS = 64_000_000  # of ends that wait to be written
-FEW = 50  # ends are not worth counting their characters
 BLOCKED_PAUSE_SECONDS = 1.0
 LAST_TRY_SECONDS = 3.0  # for a lock, where no row of the batch is locked
 Success: TypeAlias = "tuple[Execution, str | None, float, Reading]"  # with its result, and when: as in Ended
@@ -80,6 +79,7 @@ class Settler:
         self._tally = tally
         self._successes: deque[Success] = deque()
         self._ended: deque[Ended] = deque()  # all else that ended
+        self._largest = 0  # characters of one of them; a bound that may be too high
         self._most = LARGEST_BATCH
         self._meets_a_lock = False  # somebody holds a row of what comes next
         self._blocked: list[Ended] = []
@@ -90,16 +90,23 @@ class Settler:
 
     def add(self, ended: Ended) -> None:
         self._ended.append(ended)
+        self._largest = max(self._largest, _size(ended.settlement))
 
     def add_success(self, success: Success) -> None:
         self._successes.append(success)
+        if (result := success[1]) is not None and len(result) > self._largest:
+            self._largest = len(result)
 
     def is_behind(self) -> bool:
-        """So much waits to be written that its worker should not run more."""
-        if len(self) < FEW:
+        """So much waits to be written that its worker should not run more. Claims ask this often, and the sizes are
+        added up only if the largest of them makes it possible.
+        """
+        if len(self) * self._largest <= MOST_CHARACTERS:
             return False
-        results = sum(len(result) for _, result, _, _ in list(self._successes) if result)
-        return results + sum(_size(each.settlement) for each in list(self._ended)) > MOST_CHARACTERS
+        sizes = [len(result) for _, result, _, _ in list(self._successes) if result]
+        sizes += [_size(each.settlement) for each in list(self._ended)]
+        self._largest = max(sizes, default=0)
+        return sum(sizes) > MOST_CHARACTERS
 
     def __len__(self) -> int:
         """How many could be written now."""
