@@ -40,7 +40,10 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
+# Tests of one file share what is made for the file. Acceptance tests share nothing, unless they say so: they are long,
+# and each goes to the process that is free.
 IN_PARALLEL: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
+ONE_BY_ONE: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "loadgroup"]
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
 DAEMON_SCENARIOS = (
     "kills", "suspects", "supervisors", "freeze", "zoo", "rolling", "outage", "failover", "connections", "locks",
@@ -177,7 +180,7 @@ def coverage(options: list[str]) -> int:
 
 def beside(_options: list[str]) -> int:
     """What runs at the same time as the rest of the suite: much of either is waiting."""
-    acceptance: list[str | Path] = [PYTHON, "-m", "pytest", "--durations=10", "-m", "not long", "tests/acceptance"]
+    acceptance: list[str | Path] = [*ONE_BY_ONE, "--durations=10", "-m", "not long", "tests/acceptance"]
     mutants: list[str | Path] = [PYTHON, "tests/mutants.py", "--quick"]
     return run_all(("acceptance on PostgreSQL 18", acceptance), ("mutants", mutants))
 

@@ -110,7 +110,7 @@ def test_scrapes_are_answered_while_a_backlog_is_drained() -> None:
 @pytest.mark.direct
 def test_no_value_of_a_page_is_read_half_written() -> None:
     """The supervisor judges workers by what it reads there: a torn beacon is a hung worker."""
-    said = run("beacon", "--seconds 5")
+    said = run("beacon", "--seconds 2")
     assert "no value was read torn" in said
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.raw_sql import Conn, NewDatabase
 
 pytestmark = [
+    pytest.mark.xdist_group("monitoring"),  # they share what takes long to make
     needs_prometheus,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc"),
     pytest.mark.direct("ends the workers' sessions by their names"),

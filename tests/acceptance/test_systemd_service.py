@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
 pytestmark = [
+    pytest.mark.xdist_group("systemd"),  # they share what takes long to make
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
     pytest.mark.direct("a server of its own"),
 ]
