@@ -10,7 +10,6 @@ import json
 import math
 import re
 import threading
-import time
 from collections import deque
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Self, TypeVar, cast
@@ -24,6 +23,7 @@ from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
 from pydantic_core import from_json
 
+from tasklib.clock import time
 from tasklib.errors import (
     DatabaseError,
     DatabaseUnavailable,

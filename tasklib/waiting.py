@@ -12,12 +12,12 @@ import os
 import selectors
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import UUID
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import BoundedConnection, is_connection_lost, meet, send_alone, translate
 from tasklib.errors import DatabaseUnavailable, TaskNotFound
 from tasklib.log import log

@@ -15,11 +15,11 @@ import functools
 import inspect
 import os
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
+from tasklib.clock import time, with_real_time
 from tasklib.current import enter_task
 from tasklib.errors import DatabaseUnavailable, TaskNotRegistered
 from tasklib.log import log
@@ -289,7 +289,7 @@ class CoroutineRunner(Runner):
         new_loop: NewLoop,
     ) -> None:
         super().__init__(buffer, begin, report_all, describe, transactions, original=original)
-        self._loop = new_loop()
+        self._loop = with_real_time(new_loop())
         self._running: dict[Execution, asyncio.Task[Outcome]] = {}
         self._reports: list[Report] = []
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)

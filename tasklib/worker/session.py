@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import (
     WORKER_SETTINGS,
     BoundedConnection,

@@ -12,7 +12,6 @@ import contextlib
 import math
 import random
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ import psycopg
 from psycopg import conninfo
 from psycopg.pq import TransactionStatus
 
+from tasklib.clock import time
 from tasklib.connection import (
     SEARCH_PATH,
     BoundedConnection,
