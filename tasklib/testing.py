@@ -499,8 +499,9 @@ class _Inline:
 
     def _as_stored(self, value: object) -> Any:
         row: Any = SimpleNamespace(id=self._id, name=self._task.name)  # as much of it as these look at
-        row.result = from_json(encode_result(row, value)) if self._task.task_options.store_result else None
-        return result_of(row, self._task.returns)
+        returns = self._task.returns
+        row.result = from_json(encode_result(row, value, returns)) if self._task.task_options.store_result else None
+        return result_of(row, returns)
 
 
 def _default_dsn() -> str:

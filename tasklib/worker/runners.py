@@ -84,7 +84,10 @@ def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
 
 
 def completed(execution: Execution, value: object) -> Completed:
-    return Completed(encode_result(execution.task, value) if execution.claimed.store_result else None)
+    if not execution.claimed.store_result:
+        return Completed(None)
+    returns = None if execution.function is None else execution.function.returns
+    return Completed(encode_result(execution.task, value, returns))
 
 
 def refuse_unfinished(value: object) -> object:
