@@ -462,7 +462,8 @@ class _Inline:
         if self._is_async:
             raise InvalidOptions("in an async function: await current_task().async_connection()")
         if self._conn is None:
-            self._conn = self._exits.enter_context(BoundedConnection.connect(_default_dsn()))
+            conn = BoundedConnection.connect(_default_dsn(), context=psycopg.adapters)
+            self._conn = self._exits.enter_context(conn)
             prepare_connection(self._conn)
             self._exits.enter_context(self._conn.transaction())
         return self._conn
@@ -472,7 +473,7 @@ class _Inline:
             raise InvalidOptions("in a function that is not async: current_task().connection")
         if self._async_conn is None:
             self._async_conn = await self._async_exits.enter_async_context(
-                await WatchedConnection.connect(_default_dsn())
+                await WatchedConnection.connect(_default_dsn(), context=psycopg.adapters)
             )
             prepare_connection(self._async_conn)
             await self._async_exits.enter_async_context(self._async_conn.transaction())
