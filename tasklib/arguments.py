@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 from collections import OrderedDict, deque
 from datetime import date, datetime, timedelta
@@ -65,7 +66,7 @@ class ArgumentSchema:
         self._compiled: _Signature | None = None
         try:
             self._signature()
-        except _UnresolvedAnnotation:
+        except UnresolvedAnnotation:
             return  # a forward reference: its class may be defined below the task, so the first use tries again
 
     def encode(
@@ -123,7 +124,7 @@ def encode_untyped(
 # --- The signature ---------------------------------------------------------------------------------------------------
 
 
-class _UnresolvedAnnotation(InvalidTaskDefinition):
+class UnresolvedAnnotation(InvalidTaskDefinition):
     """An annotation names something that does not exist, or not yet."""
 
 
@@ -139,9 +140,9 @@ class _Signature:
         self.variadic = next((name for name, kind in kinds.items() if kind is kind.VAR_POSITIONAL), None)
         self.by_position_only = {*self.positional_only, self.variadic} - {None}
         named = {p.name: p.annotation for p in parameters if p.kind is not p.VAR_KEYWORD}
-        self.plain = frozenset(name for name, annotation in named.items() if _is_plain(annotation))
-        self.without_floats = frozenset(name for name, annotation in named.items() if _is_plain(annotation, _NO_FLOAT))
-        self.adapter = _adapter(parameters, task_name)
+        self.plain = frozenset(name for name, annotation in named.items() if is_plain(annotation))
+        self.without_floats = frozenset(name for name, annotation in named.items() if is_plain(annotation, _NO_FLOAT))
+        self.adapter = adapter_of(parameters, task_name)
         self.validator = self.adapter.validator
         self.serializer = self.adapter.serializer
 
@@ -204,7 +205,7 @@ class _Signature:
             changed = [each["loc"][:1] for each in error.errors(include_input=False)]
         else:
             suspects = [name for name in accepted if name not in self.plain]
-            changed = [(name,) for name in suspects if name not in stored or not _same(accepted[name], stored[name])]
+            changed = [(name,) for name in suspects if name not in stored or not is_same(accepted[name], stored[name])]
         if changed:
             reason = "does not come back the same from JSON; annotate the parameter with a type that does"
             raise refusal(task_name, changed[0], reason)
@@ -253,14 +254,14 @@ def _anything() -> _Signature:
 def _parameters(function: Callable[..., object], task_name: str) -> list[inspect.Parameter]:
     """The function's parameters, with their annotations resolved to types."""
     try:
-        parameters = _unresolved_signature(function).parameters.values()
+        parameters = unresolved_signature(function).parameters.values()
     except (TypeError, ValueError):
         raise InvalidTaskDefinition(f"{task_name}: the signature of {function!r} cannot be inspected") from None
-    names = _globals(function)
-    return [p.replace(annotation=_resolved(p, names, task_name)) for p in parameters]
+    names = globals_of(function)
+    return [p.replace(annotation=resolved(p, names, task_name)) for p in parameters]
 
 
-def _unresolved_signature(function: Callable[..., object]) -> inspect.Signature:
+def unresolved_signature(function: Callable[..., object]) -> inspect.Signature:
     if sys.version_info >= (3, 14):  # annotations are lazy there, and asking for them would resolve the return type too
         from annotationlib import Format  # noqa: PLC0415 - does not exist before 3.14
 
@@ -268,7 +269,7 @@ def _unresolved_signature(function: Callable[..., object]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _globals(function: Callable[..., object]) -> dict[str, Any]:
+def globals_of(function: Callable[..., object]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -276,7 +277,7 @@ def _globals(function: Callable[..., object]) -> dict[str, Any]:
     return getattr(function, "__globals__", None) or getattr(method, "__globals__", {})
 
 
-def _resolved(parameter: inspect.Parameter, names: dict[str, Any], task_name: str) -> Any:
+def resolved(parameter: inspect.Parameter, names: dict[str, Any], task_name: str) -> Any:
     """One at a time, so that an error can say which one, and so that the return type need not be resolvable."""
     if parameter.annotation is parameter.empty:
         return Any
@@ -290,15 +291,15 @@ def _resolved(parameter: inspect.Parameter, names: dict[str, Any], task_name: st
         raise InvalidTaskDefinition(f'{task_name}: parameter "{parameter.name}" {reason}') from None
 
 
-def _unresolved(task_name: str, parameter: inspect.Parameter, error: Exception) -> _UnresolvedAnnotation:
-    return _UnresolvedAnnotation(
+def _unresolved(task_name: str, parameter: inspect.Parameter, error: Exception) -> UnresolvedAnnotation:
+    return UnresolvedAnnotation(
         f'{task_name}: the annotation of parameter "{parameter.name}" ({parameter.annotation}) cannot be resolved: '
         f"{str(error).splitlines()[0]}. Define the name at module level, not in a function and not only under "
         "TYPE_CHECKING, before the task is first used."
     )
 
 
-def _adapter(parameters: list[inspect.Parameter], task_name: str) -> TypeAdapter[dict[str, Any]]:
+def adapter_of(parameters: list[inspect.Parameter], task_name: str) -> TypeAdapter[dict[str, Any]]:
     """Built from core schemas: `create_model` refuses parameters named `_x` or `model_config`, and a TypedDict cannot
     say of which type its further keys are.
     """
@@ -347,16 +348,16 @@ _PLAIN = (*_NO_FLOAT, float)
 _PLAIN_CONTAINERS = {list, set, frozenset, tuple}
 
 
-def _is_plain(annotation: Any, known: tuple[type, ...] = _PLAIN) -> bool:
+def is_plain(annotation: Any, known: tuple[type, ...] = _PLAIN) -> bool:
     """Types that pydantic is known to read as it wrote them, whatever the value. Not datetime and time: an offset from
     UTC loses its seconds. Not dict[str, str]: half a surrogate pair in a key is written as U+FFFD.
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in {Union, UnionType}:  # a choice of two types may be read as the other one, a choice of None may not
         other, *more = [each for each in inner if each is not NoneType]
-        return not more and _is_plain(other, known)
+        return not more and is_plain(other, known)
     if origin in _PLAIN_CONTAINERS:
-        return all(each is Ellipsis or _is_plain(each, known) for each in inner)
+        return all(each is Ellipsis or is_plain(each, known) for each in inner)
     return any(annotation is each for each in known)  # not `in`: what is in Annotated may have no hash
 
 
@@ -378,7 +379,7 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 
 
-def _same(sent: object, stored: object) -> bool:
+def is_same(sent: object, stored: object) -> bool:
     """Equal, and of the same type wherever Python's == is too generous: 1 == 1.0 == True."""
     if isinstance(sent, datetime) and isinstance(stored, datetime):
         is_equal = sent == stored or sent.replace(tzinfo=None) == stored.replace(tzinfo=None)  # == fails in a fold
@@ -387,12 +388,19 @@ def _same(sent: object, stored: object) -> bool:
         return type(stored) not in _JSON_TYPES and bool(sent == stored)
     if isinstance(sent, dict) and isinstance(stored, dict):
         is_ordered = isinstance(sent, OrderedDict) and len(sent) > 1  # jsonb does not keep the order
-        return not is_ordered and _typed(sent) == _typed(stored) and all(_same(sent[key], stored[key]) for key in sent)
+        return (
+            not is_ordered and _typed(sent) == _typed(stored) and all(is_same(sent[key], stored[key]) for key in sent)
+        )
     if isinstance(sent, _SEQUENCES) and isinstance(stored, _SEQUENCES):
-        return len(sent) == len(stored) and all(map(_same, sent, stored))
+        return len(sent) == len(stored) and all(map(is_same, sent, stored))
     if isinstance(sent, _SETS) and isinstance(stored, _SETS):
         return _typed(sent) == _typed(stored)
-    return bool(sent == stored) and (type(sent) in _JSON_TYPES or _same(_fields(sent), _fields(stored)))
+    fields = _fields(sent)
+    return is_same(fields, _fields(stored)) if fields else bool(sent == stored) or _are_nan(sent, stored)
+
+
+def _are_nan(sent: object, stored: object) -> bool:
+    return isinstance(sent, float) and isinstance(stored, float) and math.isnan(sent) and math.isnan(stored)
 
 
 def _typed(values: Iterable[object]) -> set[tuple[type, object]]:
@@ -401,7 +409,7 @@ def _typed(values: Iterable[object]) -> set[tuple[type, object]]:
 
 def _fields(value: object) -> dict[str, object]:
     if isinstance(value, BaseModel):
-        return vars(value) | (value.model_extra or {})
+        return vars(value) | (value.model_extra or {}) | (value.__pydantic_private__ or {})
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return {}

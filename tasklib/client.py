@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, cast, overload
 from uuid import UUID
 from weakref import WeakKeyDictionary
 
+from tasklib.clock import time
 from tasklib.combining import Combiner
 from tasklib.config import Config
 from tasklib.database import Database

@@ -11,9 +11,9 @@ transaction that has used its key is open, and nobody else should wait with it.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from tasklib.clock import time
 from tasklib.errors import DatabaseUnavailable, TasklibError
 
 if TYPE_CHECKING:

@@ -10,20 +10,21 @@ import json
 import math
 import re
 import threading
-import time
 from collections import deque
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Self, TypeVar, cast
 
 import psycopg
-from psycopg import capabilities, conninfo, errors, generators, sql, waiting
-from psycopg.adapt import PyFormat, Transformer
+from psycopg import capabilities, conninfo, errors, generators, postgres, sql, waiting
+from psycopg.adapt import AdaptersMap, PyFormat, Transformer
 from psycopg.pq import ExecStatus, Format, TransactionStatus
 from psycopg.rows import tuple_row
+from psycopg.types import TypesRegistry
 from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import set_json_loads
 from pydantic_core import from_json
 
+from tasklib.clock import time
 from tasklib.errors import (
     DatabaseError,
     DatabaseUnavailable,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RV = TypeVar("RV")
+C = TypeVar("C", bound="psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]")
 CANCEL_SECONDS = 2.0
 HEAD_START_SECONDS = 0.2  # for the request to cancel, before the connection is closed
 GREETING_SECONDS = 10.0
@@ -222,11 +224,27 @@ def with_looks(gen: Generator[Any, Any, RV], look: Callable[[], None]) -> Genera
         return cast("RV", stop.value)
 
 
+@functools.cache
+def own_adapters() -> AdaptersMap:
+    """How our values are written and our answers read: as psycopg does it by default. An application may have changed
+    that for all connections of its process, on `psycopg.adapters`.
+    """
+    types = TypesRegistry()
+    postgres.register_default_types(types)
+    made = AdaptersMap(types=types)
+    postgres.register_default_adapters(made)
+    set_json_loads(load_json, made)
+    made.register_dumper(list, ListBinaryDumper)  # a fifth of the price of text
+    return made
+
+
 class BoundedConnection(_WithDeadline, psycopg.Connection[Any]):
+    """With adapters of our own; one that is made for the application's use gets `context=psycopg.adapters`."""
+
     @classmethod
     def connect(cls, *args: Any, **kwargs: Any) -> Self:
         opened_at = time.monotonic()
-        conn = super().connect(*args, **kwargs)
+        conn = super().connect(*args, **{"context": own_adapters(), **kwargs})
         conn.opened_at = opened_at
         return conn
 
@@ -238,7 +256,7 @@ class WatchedConnection(_WithDeadline, psycopg.AsyncConnection[Any]):
     @classmethod
     async def connect(cls, *args: Any, **kwargs: Any) -> Self:
         opened_at = time.monotonic()
-        conn = await super().connect(*args, **kwargs)
+        conn = await super().connect(*args, **{"context": own_adapters(), **kwargs})
         conn.opened_at = opened_at
         return conn
 
@@ -248,8 +266,6 @@ class WatchedConnection(_WithDeadline, psycopg.AsyncConnection[Any]):
 
 def prepare_connection(conn: BoundedConnection | WatchedConnection) -> None:
     """What each connection of ours gets when it is new."""
-    set_json_loads(load_json, conn)
-    conn.adapters.register_dumper(list, ListBinaryDumper)  # a fifth of the price of text
 
     def notice(diagnostic: errors.Diagnostic) -> None:
         # Cancelled while it waits for a synchronous standby, the server reports success all the same, and says in
@@ -267,7 +283,8 @@ def meet(conn: BoundedConnection, settings: Mapping[str, str] = OWN_SETTINGS) ->
     prepare_connection(conn)
     deadline = conn.deadline
     conn.deadline = min(deadline, time.monotonic() + GREETING_SECONDS)
-    _note_pooler(conn, conn.execute(*_greeting(conn, settings)).fetchone())
+    with _with_own_adapters(conn.cursor(row_factory=tuple_row)) as cursor:
+        _note_pooler(conn, cursor.execute(*_greeting(conn, settings)).fetchone())
     if not conn.autocommit:
         conn.rollback()
     conn.deadline = deadline
@@ -276,8 +293,9 @@ def meet(conn: BoundedConnection, settings: Mapping[str, str] = OWN_SETTINGS) ->
 async def meet_async(conn: WatchedConnection, settings: Mapping[str, str] = OWN_SETTINGS) -> None:
     prepare_connection(conn)
     conn.deadline = time.monotonic() + GREETING_SECONDS
-    cursor = await conn.execute(*_greeting(conn, settings))
-    _note_pooler(conn, await cursor.fetchone())
+    async with _with_own_adapters(conn.cursor(row_factory=tuple_row)) as cursor:
+        await cursor.execute(*_greeting(conn, settings))
+        _note_pooler(conn, await cursor.fetchone())
     if not conn.autocommit:
         await conn.rollback()
     conn.deadline = math.inf
@@ -298,13 +316,15 @@ def _greeting(
     return sql.SQL("select pg_catalog.pg_backend_pid()") + given, [conn.info.backend_pid] * len(settings)
 
 
-def set_local(settings: Mapping[str, str]) -> sql.Composed:
+def set_local(settings: Mapping[str, str]) -> bytes:
     """For one transaction: behind a pooler no more than that is ours."""
     given = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(name, value) for name, value in settings.items()]
-    return sql.SQL("select ") + sql.SQL(", ").join(given)
+    return (sql.SQL("select ") + sql.SQL(", ").join(given)).as_bytes(own_adapters())
 
 
-_OWN_SETTINGS_FOR_ONCE = set_local(OWN_SETTINGS).as_bytes()
+@functools.cache
+def _own_settings_for_once() -> bytes:
+    return set_local(OWN_SETTINGS)
 
 
 def _note_pooler(conn: BoundedConnection | WatchedConnection, greeted: Sequence[Any] | None) -> None:
@@ -316,8 +336,8 @@ def _note_pooler(conn: BoundedConnection | WatchedConnection, greeted: Sequence[
 
 def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
     results = []
-    # A cursor of ours: the caller's connection may have another placeholder style and row factory.
-    with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
+    # A cursor of ours: the caller's connection may have another placeholder style, row factory and adapters.
+    with _with_own_adapters(psycopg.RawCursor(conn, row_factory=tuple_row)) as cursor:
         for statement in statements:
             cursor.execute(statement.sql, statement.parameters, binary=True)
             results.append(statement.read(cursor.fetchall() if cursor.description else []))
@@ -326,23 +346,29 @@ def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> l
 
 async def send_async(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
     results = []
-    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
+    async with _with_own_adapters(psycopg.AsyncRawCursor(conn, row_factory=tuple_row)) as cursor:
         for statement in statements:
             await cursor.execute(statement.sql, statement.parameters, binary=True)
             results.append(statement.read(await cursor.fetchall()))
     return results
 
 
+def _with_own_adapters(cursor: C) -> C:
+    """Psycopg copies a connection's adapters for each cursor; to replace the copy leaves the connection as it is."""
+    cursor._adapters = own_adapters()  # noqa: SLF001 - there is no public way to begin with other ones
+    return cursor
+
+
 def send_alone(conn: BoundedConnection, statement: Statement[T]) -> T:
     """One statement, on a connection of our own that nobody else uses meanwhile, and that is in no transaction."""
     if _goes_with_settings(conn, statement):
-        return send_as_transaction(conn, _OWN_SETTINGS_FOR_ONCE, statement)
+        return send_as_transaction(conn, _own_settings_for_once(), statement)
     return conn.wait(_by_hand(conn, statement)) if _goes_by_hand(conn, statement) else send(conn, [statement])[0]
 
 
 async def send_alone_async(conn: WatchedConnection, statement: Statement[T]) -> T:
     if _goes_with_settings(conn, statement):
-        return await _send_as_transaction_async(conn, _OWN_SETTINGS_FOR_ONCE, statement)
+        return await _send_as_transaction_async(conn, _own_settings_for_once(), statement)
     if _goes_by_hand(conn, statement):
         return await conn.wait(_by_hand(conn, statement))
     return (await send_async(conn, [statement]))[0]

@@ -5,7 +5,6 @@ The task's own values, what the worker wants of it, and the connection whose tra
 
 from __future__ import annotations
 
-import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import from_json, to_json
 
+from tasklib.clock import time
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.strict_json import storable
 

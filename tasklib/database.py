@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -23,6 +22,7 @@ from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from tasklib.borrowed import run_borrowed, run_borrowed_async
+from tasklib.clock import time
 from tasklib.connection import (
     BoundedConnection,
     CommitDoubtful,

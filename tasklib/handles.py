@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from tasklib.errors import InvalidResult, TaskBuried, TaskCancelled, TaskExpired, TaskFailed, TaskNotFound
@@ -12,11 +12,13 @@ from tasklib.statements import as_uuid
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from uuid import UUID
+
+    from pydantic import TypeAdapter
 
     from tasklib.client import AsyncClient, CancelAnswer, Client
     from tasklib.record import Task
+    from tasklib.results import ResultSchema
 
 R = TypeVar("R")
 _ERRORS = {State.CANCELLED: TaskCancelled, State.EXPIRED: TaskExpired, State.BURIED: TaskBuried}
@@ -34,7 +36,7 @@ class Handle(Generic[R]):
         self,
         task_id: UUID | str,
         client: Client | AsyncClient | None = None,
-        returns: TypeAdapter[R] | None = None,
+        returns: TypeAdapter[R] | ResultSchema | None = None,
     ) -> None:
         self.id = as_uuid(task_id)
         self._client = client
@@ -107,7 +109,7 @@ def failure_of(task: Task) -> TaskFailed:
     )
 
 
-def result_of(task: Task, returns: TypeAdapter[R] | None) -> R:
+def result_of(task: Task, returns: TypeAdapter[R] | ResultSchema | None) -> R:
     """The stored result, as the type that the function says it returns, where it says one."""
     stored: Any = task.result
     if isinstance(stored, dict) and "not_stored" in stored:
@@ -115,23 +117,16 @@ def result_of(task: Task, returns: TypeAdapter[R] | None) -> R:
     value: Any = stored["value"] if isinstance(stored, dict) and "value" in stored else stored
     if returns is None or stored is None:
         return cast("R", value)
+    if isinstance(stored, dict) and "changed" in stored:
+        raise InvalidResult(f"{task.name} ({task.id}) completed, but {stored['changed']}", value)
     try:
-        return returns.validate_json(to_json(value))
+        return cast("R", returns.validate_json(to_json(value)))
     except ValidationError as error:
         reasons = "; ".join(each["msg"] for each in error.errors(include_input=False))
         raise InvalidResult(
             f"{task.name} ({task.id}) completed, but what is stored does not fit the type that it returns: {reasons}",
             value,
         ) from None
-
-
-def result_adapter(function: Callable[..., Any]) -> TypeAdapter[Any] | None:
-    """None where the function does not say what it returns, or not in terms that can be read from JSON."""
-    try:
-        returns = get_type_hints(function, include_extras=True).get("return", Any)
-        return None if returns in {Any, None, type(None)} else TypeAdapter(returns)
-    except (NameError, TypeError, PydanticUserError, PydanticSchemaGenerationError):
-        return None
 
 
 def _found(task_id: UUID, task: Task | None) -> Task:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from uuid import UUID, SafeUUID
+
+from tasklib.clock import time
 
 _set_int = UUID.__dict__["int"].__set__
 _MILLISECOND = 1_000_000  # in nanoseconds

@@ -15,12 +15,12 @@ import math
 import os
 import re
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, LiteralString, cast
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.config import Config
 from tasklib.connection import SEARCH_PATH, BoundedConnection, connection_string, translate
 from tasklib.errors import (

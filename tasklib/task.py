@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from tasklib.application import default_async_client, default_client
-from tasklib.arguments import ArgumentSchema
+from tasklib.arguments import ArgumentSchema, UnresolvedAnnotation
 from tasklib.errors import InvalidOptions, InvalidTaskDefinition
-from tasklib.handles import Handle, result_adapter
+from tasklib.handles import Handle
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, Isolation, OnCrash, SubmitOptions, TaskOptions
 from tasklib.registry import default_registry
+from tasklib.results import result_schema
 from tasklib.submission import NewTask, new_task, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from uuid import UUID
 
-    from pydantic import TypeAdapter
-
     from tasklib.ids import TaskId
+    from tasklib.results import ResultSchema
     from tasklib.retry import Backoff
 
 P = ParamSpec("P")
@@ -52,6 +53,7 @@ class TaskFunction(Generic[P, R_co]):
         _refuse_reserved_parameters(function, self.name)
         _refuse_methods(function, self.name)
         _refuse_generators(function, self.name)
+        _refuse_lost_results(self)
         self._plainly = Submitter(self, {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
@@ -101,9 +103,14 @@ class TaskFunction(Generic[P, R_co]):
         return Handle(task_id, None, self.returns)
 
     @functools.cached_property
-    def returns(self) -> TypeAdapter[Any] | None:
-        """What reads its stored result; None: as the JSON value that it is."""
-        return result_adapter(self.function)
+    def returns(self) -> ResultSchema | None:
+        """What writes and reads its result; None: as the JSON value that it is, also where the annotation names
+        something that does not exist at run time.
+        """
+        try:
+            return result_schema(self.function, self.name)
+        except InvalidTaskDefinition:
+            return None
 
     def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
@@ -227,6 +234,13 @@ def _refuse_reserved_parameters(function: Callable[..., Any], name: str) -> None
             f"task {name!r}: parameter {', '.join(taken)} is called like an option of submit, which would take "
             f"its value. Rename the parameter."
         )
+
+
+def _refuse_lost_results(task: TaskFunction[..., Any]) -> None:
+    """A return type may be defined below the task: then `returns` tries again when it is first needed."""
+    if task.task_options.store_result:
+        with contextlib.suppress(UnresolvedAnnotation):
+            vars(task)["returns"] = result_schema(task.function, task.name)
 
 
 def _refuse_generators(function: Callable[..., Any], name: str) -> None:

@@ -463,7 +463,8 @@ class _Inline:
         if self._is_async:
             raise InvalidOptions("in an async function: await current_task().async_connection()")
         if self._conn is None:
-            self._conn = self._exits.enter_context(BoundedConnection.connect(_default_dsn()))
+            conn = BoundedConnection.connect(_default_dsn(), context=psycopg.adapters)
+            self._conn = self._exits.enter_context(conn)
             prepare_connection(self._conn)
             self._exits.enter_context(self._conn.transaction())
         return self._conn
@@ -473,7 +474,7 @@ class _Inline:
             raise InvalidOptions("in a function that is not async: current_task().connection")
         if self._async_conn is None:
             self._async_conn = await self._async_exits.enter_async_context(
-                await WatchedConnection.connect(_default_dsn())
+                await WatchedConnection.connect(_default_dsn(), context=psycopg.adapters)
             )
             prepare_connection(self._async_conn)
             await self._async_exits.enter_async_context(self._async_conn.transaction())
@@ -500,8 +501,9 @@ class _Inline:
 
     def _as_stored(self, value: object) -> Any:
         row: Any = SimpleNamespace(id=self._id, name=self._task.name)  # as much of it as these look at
-        row.result = from_json(encode_result(row, value)) if self._task.task_options.store_result else None
-        return result_of(row, self._task.returns)
+        returns = self._task.returns
+        row.result = from_json(encode_result(row, value, returns)) if self._task.task_options.store_result else None
+        return result_of(row, returns)
 
 
 def _default_dsn() -> str:

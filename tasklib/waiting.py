@@ -12,12 +12,12 @@ import os
 import selectors
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import UUID
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import BoundedConnection, is_connection_lost, meet, send_alone, translate
 from tasklib.errors import DatabaseUnavailable, TaskNotFound
 from tasklib.log import log
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FIRST_LOOK_SECONDS = 0.02
 LOOK_SECONDS = 2.0  # where notifications are heard
 POLL_SECONDS = 0.5  # where they are not
-MISSING_SECONDS = 5.0  # a submit may still be uncommitted
+MISSING_SECONDS = 5.0  # a submit may still be uncommitted; a row may be deleted at any time
 LINGER_SECONDS = 5.0  # the connection is kept for who comes next
 LONGEST_PAUSE_SECONDS = 2.0
 LOOK_SHARE = 10  # at most a tenth of the time goes into looking
@@ -80,7 +80,7 @@ class _Room:
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._tickets: dict[UUID, set[_Ticket]] = {}
-        self._entered: dict[UUID, float] = {}  # and has not been seen in the table yet
+        self._seen_at: dict[UUID, float] = {}  # in the table; or it was first waited for then
         self._look_at_once: set[UUID] = set()
         self._said: list[str] = []  # notifications that nobody has looked at yet
         self._thread: threading.Thread | None = None
@@ -100,7 +100,7 @@ class _Room:
             now = time.monotonic()
             for task_id in ticket.task_ids:
                 self._tickets.setdefault(task_id, set()).add(ticket)
-                self._entered[task_id] = now
+                self._seen_at.setdefault(task_id, now)
             self._look_at_once |= ticket.task_ids
             if self._thread is None and ticket.task_ids:
                 self._start()
@@ -128,7 +128,7 @@ class _Room:
             self._tickets[task_id] = left
             return
         self._tickets.pop(task_id, None)
-        self._entered.pop(task_id, None)
+        self._seen_at.pop(task_id, None)
         self._look_at_once.discard(task_id)
 
     def _deliver(self, task_id: UUID, found: Task | Exception) -> None:
@@ -266,11 +266,11 @@ class _Room:
         self._look_at = time.monotonic() + max(self._pause, LOOK_SHARE * took)
 
     def _look_for_missing(self, conn: BoundedConnection) -> None:
-        latest = time.monotonic() - MISSING_SECONDS
+        """Rows that nobody has looked for in a while: who waits for one that does not exist is told."""
+        now = time.monotonic()
         with self._lock:
-            overdue = [task_id for task_id, entered in self._entered.items() if entered < latest]
-            for task_id in overdue:
-                del self._entered[task_id]
+            overdue = [task_id for task_id, seen_at in self._seen_at.items() if seen_at < now - MISSING_SECONDS]
+            self._seen_at.update(dict.fromkeys(overdue, now))  # those that are missing go below
         for task_id in send_alone(conn, self._statements.missing(overdue)) if overdue else ():
             self._deliver(
                 task_id,

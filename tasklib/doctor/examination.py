@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psycopg
 from psycopg import errors
 
+from tasklib.clock import time
 from tasklib.connection import connection_string, is_connection_lost, translate
 from tasklib.doctor.checks import CHECKS, DEEP_CHECKS
 from tasklib.doctor.findings import Finding, Severity, critical, note, warning

@@ -6,13 +6,13 @@ Its limits are set for that transaction alone, so that it is no different behind
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo, timeout_from_conninfo
 
+from tasklib.clock import time
 from tasklib.connection import SEARCH_PATH, BoundedConnection, meet, send
 from tasklib.sql import queries
 from tasklib.statements import Statement

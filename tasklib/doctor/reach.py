@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import psycopg
 
 from tasklib.budget import connection_budget, daemon_budget
+from tasklib.clock import time
 from tasklib.connection import listen_connection_string
 from tasklib.doctor.findings import Finding, note, ok, warning
 from tasklib.doctor.limits import severity_of

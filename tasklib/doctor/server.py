@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING
 
+from tasklib.clock import time
 from tasklib.doctor.findings import Finding, critical, note, ok, warning
 from tasklib.doctor.limits import severity_of
 from tasklib.doctor.patient import NOT_TO_BE_SEEN

@@ -4,11 +4,11 @@ set aside for a while, with an error event that names it, and the others go on.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_about_rows
 from tasklib.log import log
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from tasklib.clock import time
 from tasklib.log import log
 
 if TYPE_CHECKING:

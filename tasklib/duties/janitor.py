@@ -7,13 +7,13 @@ where the last page ended. Two at once do no harm.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.duties.apart import first_line, may_be_one_row, send_apart
 from tasklib.duties.statements import Pruned
 from tasklib.log import log

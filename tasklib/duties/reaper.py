@@ -7,11 +7,11 @@ server and this connection have been up for one lease, nobody is declared dead: 
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_connection_lost
 from tasklib.duties.settling import Decided, Settling
 from tasklib.log import log

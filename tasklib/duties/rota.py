@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_connection_lost
 from tasklib.log import log
 

@@ -7,9 +7,9 @@ while, and this role can lock none of their rows, at two looks in a row, then it
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from tasklib.clock import time
 from tasklib.log import log
 from tasklib.statistics import StatisticsStatements
 

@@ -7,6 +7,9 @@ stop, by a word or by the end of the file. It knows nothing of the package, so i
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import ctypes.util
+import functools
 import json
 import os
 import secrets
@@ -28,7 +31,7 @@ if sys.platform != "win32":
     import fcntl
     import pwd
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0  # patience with each signal of a stop, and with the removal of a directory
@@ -36,6 +39,9 @@ _LOCK_SECONDS = 3.0  # more than the server of an owner killed a moment ago need
 _POLL_SECONDS = 0.02
 _OWNER_POLL_SECONDS = 0.25
 _SOCKET_PATH_BYTES = 103  # macOS; Linux allows 107
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a private directory in one of them
+_NOTHING: Mapping[str, str] = {}
+_NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER, for Pythons without os.unshare
 
 
 def watch(*, owner: int, directory: str | None, binaries: str, port: int | None, settings: Mapping[str, str]) -> None:
@@ -96,7 +102,13 @@ class _Cluster:
     def log(self) -> Path:
         return self.directory / "log"
 
-    def launch(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def launch(
+        self,
+        program: str,
+        *arguments: str,
+        before: Callable[[], None] | None = None,
+        variables: Mapping[str, str] = _NOTHING,
+    ) -> subprocess.Popen[bytes]:
         """In a working directory that the account may enter: PostgreSQL 15 asks for its name."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
         user, group = self.account or (None, None)
@@ -105,11 +117,18 @@ class _Cluster:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.directory,
-                env=environment | {"LC_ALL": "C"}, user=user, group=group, extra_groups=others,
+                env=environment | {"LC_ALL": "C", **variables}, user=user, group=group, extra_groups=others,
+                preexec_fn=before,  # noqa: PLW1509 - it takes no lock that the other thread might hold
             )  # fmt: skip
 
-    def succeeds(self, program: str, *arguments: str) -> bool:
-        process = self.launch(program, *arguments)
+    def succeeds(
+        self,
+        program: str,
+        *arguments: str,
+        before: Callable[[], None] | None = None,
+        variables: Mapping[str, str] = _NOTHING,
+    ) -> bool:
+        process = self.launch(program, *arguments, before=before, variables=variables)
         try:
             return process.wait(_START_SECONDS) == 0
         finally:
@@ -178,8 +197,10 @@ def _closed_to(account: tuple[int, int], place: Path) -> Path | None:
     return None
 
 
-def _temporary_directory(account: tuple[int, int] | None, leftovers: contextlib.ExitStack) -> Path:
-    base = Path(tempfile.gettempdir())
+def _temporary_directory(
+    account: tuple[int, int] | None, leftovers: contextlib.ExitStack, base: Path | None = None
+) -> Path:
+    base = base or Path(tempfile.gettempdir())
     if account and _closed_to(account, base):
         base = Path("/tmp")  # noqa: S108 - root's own TMPDIR may be closed to the account, as with pam_tmpdir
     place = Path(tempfile.mkdtemp(prefix="tasklib-", dir=base))
@@ -264,9 +285,53 @@ def _initialise(cluster: _Cluster, *, is_temporary: bool) -> None:
     options = ["--encoding=UTF8", "--no-locale", "--username=postgres", *(["--no-sync"] if is_temporary else [])]
     # Whoever can enter the socket's private directory is trusted; 127.0.0.1 is open to every user of the machine.
     options += ["--auth-local=trust", "--auth-host=scram-sha-256", f"--pwfile={password}"]
-    if not cluster.succeeds("initdb", *options, f"--pgdata={unfinished}"):
+    if not _succeeds_for_known_user(cluster, "initdb", *options, f"--pgdata={unfinished}"):
         raise cluster.failure("could not be initialised")
     unfinished.rename(cluster.data)
+
+
+def _succeeds_for_known_user(cluster: _Cluster, *command: str) -> bool:
+    """Containers often run with a user id that has no entry in /etc/passwd, and initdb refuses that, although it needs
+    the name for nothing here. So it gets to see another user: in a user namespace that maps a known user's id to ours,
+    or by nss_wrapper, if that is installed. The files are ours all the same.
+    """
+    if cluster.account or _is_known_user():
+        return cluster.succeeds(*command)
+    with contextlib.suppress(StopIteration, subprocess.SubprocessError):  # nobody is known; namespaces are not allowed
+        known = next(user.pw_uid for user in pwd.getpwall() if user.pw_uid != 0)
+        return cluster.succeeds(*command, before=functools.partial(_go_by, known))
+    if wrapper := ctypes.util.find_library("nss_wrapper"):
+        return cluster.succeeds(*command, variables={"LD_PRELOAD": wrapper, **_wrapped_names(cluster.directory)})
+    raise RuntimeError(
+        f"User {os.geteuid()} has no entry in /etc/passwd, and initdb refuses to run for such a user. Add an entry, "
+        f"install libnss-wrapper, allow user namespaces, or use another server (TASKLIB_TEST_DSN for the pytest plugin)"
+    )
+
+
+def _is_known_user() -> bool:
+    if sys.platform == "win32":
+        return True
+    try:
+        return bool(pwd.getpwuid(os.geteuid()))
+    except KeyError:
+        return False
+
+
+def _go_by(known: int) -> None:
+    """In the child, before it becomes another program."""
+    user, group = os.geteuid(), os.getegid()
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER_NAMESPACE) != 0:
+        raise OSError(ctypes.get_errno(), "no user namespace")
+    Path("/proc/self/setgroups").write_text("deny", "ascii")
+    Path("/proc/self/uid_map").write_text(f"{known} {user} 1", "ascii")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", "ascii")
+
+
+def _wrapped_names(directory: Path) -> dict[str, str]:
+    users, groups = directory / "passwd", directory / "group"
+    users.write_text(f"postgres:x:{os.geteuid()}:{os.getegid()}::/:/bin/false\n", "ascii")
+    groups.write_text(f"postgres:x:{os.getegid()}:\n", "ascii")
+    return {"NSS_WRAPPER_PASSWD": str(users), "NSS_WRAPPER_GROUP": str(groups)}
 
 
 def _launch_server(
@@ -288,11 +353,21 @@ def _launch_server(
 
 
 def _socket_directory(cluster: _Cluster, leftovers: contextlib.ExitStack) -> Path:
-    place = cluster.directory
-    is_too_long = len(os.fsencode(place / "socket" / ".s.PGSQL.65535")) > _SOCKET_PATH_BYTES
-    if is_too_long or "," in str(place):  # a comma separates hosts
-        place = _temporary_directory(cluster.account, leftovers)
-    return cluster.make_private(place / "socket")
+    if _is_fit_for_sockets(cluster.directory):
+        return cluster.make_private(cluster.directory / "socket")
+    for base in map(Path, (tempfile.gettempdir(), *_SHORT_DIRECTORIES)):
+        place = base / "tasklib-12345678"  # as long as the real one
+        if _is_fit_for_sockets(place) and base.is_dir() and os.access(base, os.W_OK | os.X_OK):
+            return cluster.make_private(_temporary_directory(cluster.account, leftovers, base) / "socket")
+    raise RuntimeError(
+        f"{cluster.directory} is too long for the path of a Unix socket, or has a comma in it, and no directory of "
+        f"{', '.join(_SHORT_DIRECTORIES)} can be used instead: set TMPDIR to a shorter path without a comma"
+    )
+
+
+def _is_fit_for_sockets(place: Path) -> bool:
+    is_short = len(os.fsencode(place / "socket" / ".s.PGSQL.65535")) <= _SOCKET_PATH_BYTES
+    return is_short and "," not in str(place)  # a comma separates hosts
 
 
 def _free_port() -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
+
+from tasklib.clock import time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

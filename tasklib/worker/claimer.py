@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_about_rows, is_connection_lost
 from tasklib.duties.apart import Aside, first_line
 from tasklib.duties.settling import Decided, Settling

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+
+from tasklib.clock import time
 
 DRIFT = 0.0002  # seconds in a second, that two clocks may part: ten times what a bad crystal does
 

@@ -6,11 +6,11 @@ import asyncio
 import functools
 import logging
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tasklib.budget import BudgetCheck, connection_budget
+from tasklib.clock import time
 from tasklib.database import Database
 from tasklib.duties.census import Census
 from tasklib.duties.expirer import Expirer

@@ -8,8 +8,9 @@ less and less often.
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING
+
+from tasklib.clock import time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

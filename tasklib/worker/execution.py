@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tasklib.clock import time
 from tasklib.outcomes import TaskInterrupt
 
 if TYPE_CHECKING:

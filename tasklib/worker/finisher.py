@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.duties.apart import first_line, send_apart
 from tasklib.log import log
 from tasklib.outcomes import succeeded

@@ -25,7 +25,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,6 +33,7 @@ from pydantic_core import from_json, to_json
 from structlog.contextvars import bind_contextvars
 
 from tasklib import application
+from tasklib.clock import time, with_real_time
 from tasklib.config import Config
 from tasklib.current import enter_task
 from tasklib.errors import TaskNotRegistered
@@ -536,7 +536,7 @@ class Errand:
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = with_real_time(asyncio.new_event_loop())
             asyncio.set_event_loop(self._loop)
         return self._loop
 

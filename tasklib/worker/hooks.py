@@ -7,11 +7,11 @@ Sync hooks run before the first task, in the thread that starts the worker; asyn
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tasklib.clock import time
 from tasklib.log import log
 from tasklib.worker.forks import call_in_one_process
 

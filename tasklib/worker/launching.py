@@ -18,11 +18,11 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
+from tasklib.clock import time
 from tasklib.log import log
 
 if TYPE_CHECKING:

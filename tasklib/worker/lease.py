@@ -10,10 +10,10 @@ import math
 import os
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from tasklib.clock import time
 from tasklib.duties.apart import first_line, send_apart
 from tasklib.log import log
 from tasklib.statements import WorkerDescription

@@ -10,12 +10,12 @@ Where those who claim are behind a pooler, and cannot say that they sleep, the l
 from __future__ import annotations
 
 import selectors
-import time
 from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
 
 from psycopg import sql
 
+from tasklib.clock import time
 from tasklib.log import log
 from tasklib.statements import Statement
 from tasklib.worker.doorbell import Doorbell

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_connection_lost
 from tasklib.errors import DatabaseUnavailable
 from tasklib.log import log

@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -34,6 +33,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from tasklib import application
+from tasklib.clock import time
 from tasklib.errors import InvalidTaskDefinition, TasklibError
 from tasklib.log import log
 from tasklib.outcomes import (

@@ -1,5 +1,6 @@
-"""What a task function returned, as JSON that PostgreSQL can store. Never fatal: what has no form there is changed,
-with a note in the log, because the work has been done.
+"""What a task function returned, as JSON that PostgreSQL can store. Never fatal, because the work has been done: what
+has no form there is changed, with a note in the log. Where the function says what it returns, the note is stored too,
+and whoever asks for the result gets an error instead of a changed value.
 """
 
 from __future__ import annotations
@@ -8,39 +9,50 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
-from tasklib.errors import InvalidArguments
+from tasklib.errors import InvalidArguments, InvalidResult
 from tasklib.log import log
+from tasklib.results import MAX_RESULT_BYTES, ResultSchema
 from tasklib.strict_json import check_limits, stable_numbers, storable
 
 if TYPE_CHECKING:
     from tasklib.outcomes import HeldTask
 
-MAX_RESULT_BYTES = 1024 * 1024
 MAX_REPR_CHARACTERS = 1_000
 _NOTHING = '{"value":null}'
 _LETTER_E = ord("e")
 
 
-def encode_result(task: HeldTask, value: object) -> str:
+def encode_result(task: HeldTask, value: object, returns: ResultSchema | None) -> str:
     if value is None:
         return _NOTHING
     try:
-        written = to_json(value, inf_nan_mode="constants")
-        data = b'{"value":%b}' % written
-        if _LETTER_E in written:  # only a number with an exponent is written otherwise
-            data = stable_numbers(data)
-        check_limits(task.name, data, MAX_RESULT_BYTES)
-        return data.decode()
+        if returns is None or type(value) is returns.plain_type:
+            return _as_json(task.name, value).decode()
+        return returns.encode(value).decode()
     except Exception as error:  # noqa: BLE001 - a model's own serializer may raise anything
-        log.warning("result.changed", task=task.name, task_id=task.id, reason=_first_line(error))
-        return _sanitised(value)
+        reason = _first_line(error)
+        log.warning("result.changed", task=task.name, task_id=task.id, reason=reason)
+        return _sanitised(value, {} if returns is None else {"changed": _note(error, reason)})
 
 
-def _sanitised(value: object) -> str:
+def _as_json(task_name: str, value: object) -> bytes:
+    written = to_json(value, inf_nan_mode="constants")
+    data = b'{"value":%b}' % written
+    if _LETTER_E in written:  # only a number with an exponent is written otherwise
+        data = stable_numbers(data)
+    check_limits(task_name, data, MAX_RESULT_BYTES)
+    return data
+
+
+def _note(error: Exception, reason: str) -> str:
+    return storable(reason if isinstance(error, InvalidResult) else f"what it returned cannot be stored: {reason}")
+
+
+def _sanitised(value: object, note: dict[str, str]) -> str:
     """Unknown objects as their repr, NaN as a string, NUL and half surrogates replaced, a note if too large."""
     try:
         data = to_json({"value": value}, inf_nan_mode="strings", serialize_unknown=True, fallback=_repr)
-        data = stable_numbers(to_json(_storable(from_json(data))))
+        data = stable_numbers(to_json(_storable(from_json(data)) | note))
         check_limits("result", data, MAX_RESULT_BYTES)
         return data.decode()
     except Exception as error:  # noqa: BLE001 - see above
@@ -63,6 +75,6 @@ def _repr(value: object) -> str:
 
 def _first_line(error: Exception) -> str:
     """Of our own errors and pydantic's; others' words may quote the value."""
-    if isinstance(error, InvalidArguments | PydanticSerializationError):
+    if isinstance(error, InvalidArguments | InvalidResult | PydanticSerializationError):
         return str(error).partition("\n")[0][:300]
     return type(error).__name__

@@ -15,11 +15,11 @@ import functools
 import inspect
 import os
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
+from tasklib.clock import time, with_real_time
 from tasklib.current import enter_task
 from tasklib.errors import DatabaseUnavailable, TaskNotRegistered
 from tasklib.log import log
@@ -84,7 +84,10 @@ def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
 
 
 def completed(execution: Execution, value: object) -> Completed:
-    return Completed(encode_result(execution.task, value) if execution.claimed.store_result else None)
+    if not execution.claimed.store_result:
+        return Completed(None)
+    returns = None if execution.function is None else execution.function.returns
+    return Completed(encode_result(execution.task, value, returns))
 
 
 def refuse_unfinished(value: object) -> object:
@@ -289,7 +292,7 @@ class CoroutineRunner(Runner):
         new_loop: NewLoop,
     ) -> None:
         super().__init__(buffer, begin, report_all, describe, transactions, original=original)
-        self._loop = new_loop()
+        self._loop = with_real_time(new_loop())
         self._running: dict[Execution, asyncio.Task[Outcome]] = {}
         self._reports: list[Report] = []
         self._thread = threading.Thread(target=self._serve, name="tasklib-loop", daemon=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import (
     WORKER_SETTINGS,
     BoundedConnection,
@@ -67,7 +67,7 @@ class Session:
         of_a_session = {"default_transaction_isolation"}
         self._settings_for_once = set_local(
             {name: value for name, value in self._settings.items() if name not in of_a_session}
-        ).as_bytes()
+        )
         self._timeout_seconds = timeout_seconds or config.database_timeout_seconds
         self._conn: BoundedConnection | None = None
         self._connected_at = math.inf
@@ -93,7 +93,7 @@ class Session:
         del settings["default_transaction_isolation"]
         conn.deadline = time.monotonic() + self._timeout_seconds
         try:
-            answer = send_as_transaction(conn, set_local(settings).as_bytes(), statement)
+            answer = send_as_transaction(conn, set_local(settings), statement)
             self.answers += 1
             return answer  # noqa: TRY300 - as below
         except psycopg.Error as error:

@@ -8,12 +8,12 @@ dropped. One row that cannot be written does not hold up the others.
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import psycopg
 
+from tasklib.clock import time
 from tasklib.connection import is_about_rows, is_connection_lost
 from tasklib.log import log
 from tasklib.outcomes import Completed, Interrupted, Problem, Rules, Settlement, decide, succeeded

@@ -12,7 +12,6 @@ import contextlib
 import math
 import random
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ import psycopg
 from psycopg import conninfo
 from psycopg.pq import TransactionStatus
 
+from tasklib.clock import time
 from tasklib.connection import (
     SEARCH_PATH,
     BoundedConnection,
@@ -244,7 +244,7 @@ class Transactions:
             _refuse_stopped(execution)
 
     def _begin(self) -> Transaction[BoundedConnection]:
-        conn = BoundedConnection.connect(self._dsn)
+        conn = BoundedConnection.connect(self._dsn, context=psycopg.adapters)
         try:
             conn.deadline = time.monotonic() + self._seconds
             meet(conn, {})
@@ -259,7 +259,7 @@ class Transactions:
         return Transaction(conn, block)
 
     async def _begin_async(self) -> Transaction[WatchedConnection]:
-        conn = await WatchedConnection.connect(self._dsn)
+        conn = await WatchedConnection.connect(self._dsn, context=psycopg.adapters)
         try:
             await meet_async(conn, {})
             conn.deadline = time.monotonic() + self._seconds

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING
 
+from tasklib.clock import time
 from tasklib.log import log
 from tasklib.outcomes import StopInterrupt, TimeoutInterrupt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 import tasklib
 from tasklib import embedded
+from tasklib.embedded import watchdog
 from tasklib.errors import EmbeddedPostgresError
 from tests.standby import standby
 from tests.waiting import wait_until
@@ -390,6 +392,63 @@ def test_command_that_does_not_exist_is_one_line() -> None:
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "no-such-command" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["x" * 120, "a,b"])
+def test_a_tmpdir_that_no_socket_fits_into(open_directory: Path, name: str) -> None:
+    """The path of a Unix socket has about 100 bytes, and a comma separates hosts: then it lies elsewhere."""
+    tmpdir = open_directory / name
+    tmpdir.mkdir(mode=0o777)
+    tmpdir.chmod(0o777)
+    script = "import os, psycopg; psycopg.connect(os.environ['DATABASE_URL']).close(); print('connected')"
+    result = run([*CLI, "--", sys.executable, "-c", script], TMPDIR=str(tmpdir))
+    assert (result.stdout, result.stderr) == ("connected\n", "")
+    assert list(tmpdir.iterdir()) == []
+
+
+def test_no_place_for_a_socket_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what to do about it."""
+    monkeypatch.setattr(watchdog, "_SHORT_DIRECTORIES", [str(tmp_path / "missing")])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a,b"))
+    cluster = watchdog._Cluster(tmp_path / "a,b", tmp_path, None)
+    with contextlib.ExitStack() as leftovers, pytest.raises(RuntimeError, match="set TMPDIR to a shorter path"):
+        watchdog._socket_directory(cluster, leftovers)
+
+
+# Runs as a user id that has no name: in a user namespace, so that it needs no root, and may still read everything.
+NAMELESS = """
+import os, pwd, sys
+from pathlib import Path
+from tasklib.embedded import watchdog
+try:
+    watchdog._go_by(54321)
+except OSError as error:
+    print(error)
+    sys.exit(77)
+assert os.geteuid() == 54321 and 54321 not in {user.pw_uid for user in pwd.getpwall()}
+import psycopg
+from tasklib import embedded
+with embedded.postgres() as server, psycopg.connect(server.dsn) as conn:
+    print(conn.execute("select 'served'").fetchone()[0])
+"""
+
+
+def test_a_user_id_without_a_name() -> None:
+    """As in a container that runs with any id: initdb would refuse it."""
+    result = run([sys.executable, "-c", NAMELESS])
+    if result.returncode == 77:
+        pytest.skip(f"there are no user namespaces here: {result.stdout}")
+    assert (result.stdout, result.stderr) == ("served\n", "")
+
+
+def test_a_user_id_that_cannot_be_given_a_name_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where neither namespaces nor nss_wrapper help."""
+    monkeypatch.setattr(watchdog, "_is_known_user", lambda: False)
+    monkeypatch.setattr("pwd.getpwall", list)
+    monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
+    cluster = watchdog._Cluster(tmp_path, tmp_path, None)
+    with pytest.raises(RuntimeError, match=r"no entry in /etc/passwd.*TASKLIB_TEST_DSN"):
+        watchdog._succeeds_for_known_user(cluster, "initdb")
 
 
 def test_fixture_is_a_server(tasklib_postgres: Server) -> None:

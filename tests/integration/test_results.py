@@ -204,7 +204,7 @@ async def test_who_gives_up_leaves_nothing_behind(add: Any) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not room._tickets
-    assert not room._entered
+    assert not room._seen_at
 
 
 def test_no_such_task(app: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,41 @@ def test_no_such_task(app: None, monkeypatch: pytest.MonkeyPatch) -> None:
         tasklib.handle(uuid4()).result_sync(20)
     with pytest.raises(tasklib.TaskNotFound):
         tasklib.handle(uuid4()).status()
+
+
+async def test_a_row_that_is_deleted_is_not_waited_for(add: Any, conn: Conn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also long after it was there: it is looked for again and again."""
+    monkeypatch.setattr(waiting, "MISSING_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.05)
+    handle = await add.submit_handle(1, 1)
+    task = asyncio.ensure_future(handle.result(20))
+    room = tasklib.application.default_client().database.waiting_room._room()
+    entered = await asyncio.to_thread(first_seen, room, handle.id)
+    await asyncio.to_thread(wait_until, lambda: room._seen_at[handle.id] > entered, "the row to be seen")
+    conn.execute("delete from tasklib.tasks where id = %s", [handle.id])
+    with pytest.raises(tasklib.TaskNotFound, match="deleted"):
+        await task
+
+
+def first_seen(room: Any, task_id: UUID) -> float:
+    wait_until(lambda: task_id in room._seen_at, "somebody waits")
+    return float(room._seen_at[task_id])
+
+
+async def test_others_who_come_do_not_prolong_the_wait(app: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a task that does not exist."""
+    monkeypatch.setattr(waiting, "MISSING_SECONDS", 0.2)
+    handle = tasklib.handle(uuid4())
+    first = asyncio.ensure_future(handle.result(20))
+    others = []
+    while not first.done():
+        others.append(asyncio.ensure_future(handle.result(20)))
+        await asyncio.sleep(0.01)
+    with pytest.raises(tasklib.TaskNotFound):
+        await first
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 @pytest.mark.direct("sees by its lock that somebody listens")

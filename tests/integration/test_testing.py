@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from freezegun import freeze_time
 from pydantic import BaseModel
 
 import tasklib
@@ -27,7 +30,7 @@ from tests.raw_sql import literal
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tasklib.embedded import EmbeddedPostgres
@@ -782,3 +785,59 @@ def test_the_plugin_is_found_by_itself(tmp_path: Path, tasklib_postgres: Embedde
     assert run.returncode == 0, run.stdout + run.stderr
     run = pytest_in(tmp_path, tasklib_postgres, "-p", "no:tasklib_pytest")
     assert "fixture 'tasklib_queue' not found" in run.stdout
+
+
+# --- with a clock that a test has patched ---
+
+
+@tasklib.task(name="testing.when")
+def when() -> datetime:
+    return datetime.now(UTC)
+
+
+@tasklib.task(name="testing.rest")
+async def rest(seconds: float) -> datetime:
+    await asyncio.sleep(seconds)
+    return datetime.now(UTC)
+
+
+@pytest.mark.parametrize("tick", [False, True])
+def test_a_frozen_clock_stops_no_worker(tasklib_queue: Queue, tick: bool) -> None:
+    """The application sees the frozen time; workers, their event loop and who waits go by the real one."""
+    default_registry.add(when)
+    default_registry.add(rest)
+    with freeze_time(NOON, tick=tick):
+        handles = [when.submit_handle_sync(), rest.submit_handle_sync(0.01)]
+        ended_within(tasklib_queue.run_until_empty)
+        results = [handle.result_sync(timeout=20) for handle in handles]
+        waiting = add.options(delay_seconds=60).submit_handle_sync(1)
+        error = ended_within(lambda: waiting.result_sync(timeout=0.01))
+    assert all(NOON <= result < NOON + timedelta(minutes=1) for result in results)
+    assert isinstance(error, tasklib.ResultTimeout)
+    assert [task.created_at > NOON for task in tasklib_queue.submitted()] == [True] * 3
+
+
+async def test_a_frozen_clock_in_an_async_test(tasklib_queue: Queue) -> None:
+    """The test's own event loop keeps its time by `real_asyncio=True`."""
+    default_registry.add(rest)
+    with freeze_time(NOON, real_asyncio=True):
+        handle = await rest.submit_handle(0.01)
+        await asyncio.wait_for(tasklib_queue.run_until_empty_async(), 20)
+        assert await handle.result(timeout=20) == NOON
+        waiting = await add.options(delay_seconds=60).submit_handle(1)
+        with pytest.raises(tasklib.ResultTimeout):
+            await waiting.result(timeout=0.01)
+
+
+def ended_within(call: Callable[[], object], seconds: float = 20.0) -> object:
+    """What the call returned or raised. A call that hangs fails the test, and not the whole run."""
+    ended: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is the answer
+            ended.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return ended.result(seconds)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import time
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
 import pytest
 
+from tasklib.clock import time
 from tasklib.ids import IdSource, TaskId, new_id
 
 
