@@ -248,7 +248,7 @@ STREAMING_KINDS = ["psycopg", "psycopg, async", "sqlalchemy session", "sqlalchem
 @contextlib.contextmanager
 def open_stream(borrower: Borrower, how: str) -> Iterator[None]:
     """On the driver's connection, which lies below those of frameworks."""
-    borrower.execute("create temporary table streamed (n integer)")
+    borrower.execute("create temporary table streamed (n integer) on commit drop")
     raw = borrower.connection
     if isinstance(borrower, Django):
         raw = raw.connection

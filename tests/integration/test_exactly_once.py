@@ -373,6 +373,7 @@ def test_an_encoding_that_cannot_write_the_result_fails_the_task(
     assert "client_encoding" in task.error
 
 
+@pytest.mark.direct("what is set for a session stays with a pooler's connection")
 @kinds
 def test_the_tasks_settings_are_its_own_business(
     client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
