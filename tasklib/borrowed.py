@@ -7,6 +7,7 @@ the transaction until SQLAlchemy has sent something, and a submit through it sur
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 import sys
@@ -16,7 +17,7 @@ from uuid import UUID
 
 import psycopg
 
-from tasklib.connection import refusal, send, send_async, translate
+from tasklib.connection import has_open_stream, refusal, send, send_async, translate
 from tasklib.errors import DatabaseError, DatabaseUnavailable, InvalidOptions, TasklibError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tasklib.statements import Row, Statement
 
 T = TypeVar("T")
+TURN_SECONDS = 0.1  # another thread may be using the connection at the moment
 
 
 def run_borrowed(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
@@ -47,11 +49,13 @@ async def run_borrowed_async(connection: Any, statements: Sequence[Statement[T]]
 
 
 def _on_psycopg(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    _refuse_open_stream(conn)
     with conn.transaction() if _needs_transaction(conn, statements) else nullcontext():
         return send(conn, statements)
 
 
 async def _on_async_psycopg(conn: psycopg.AsyncConnection[Any], statements: Sequence[Statement[T]]) -> list[T]:
+    await _refuse_open_stream_async(conn)
     async with conn.transaction() if _needs_transaction(conn, statements) else nullcontext():
         return await send_async(conn, statements)
 
@@ -80,6 +84,7 @@ def _on_session(session: Any, statements: Sequence[Statement[T]]) -> list[T]:
 
 def _on_sqlalchemy(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
     _refuse_other_databases(connection.dialect.name)
+    _refuse_open_stream(connection.connection.driver_connection)
     with connection.begin_nested() if len(statements) > 1 else nullcontext():
         return [
             statement.read([tuple(row) for row in connection.execute(_as_text(statement.sql), _named(statement))])
@@ -91,12 +96,17 @@ def _on_django(connection: Any, statements: Sequence[Statement[T]]) -> list[T]:
     from django.db import transaction  # noqa: PLC0415 - whoever has its connection has imported it
 
     _refuse_other_databases(connection.vendor)
+    _refuse_open_stream(connection.connection)
     block = transaction.atomic(using=connection.alias) if len(statements) > 1 else nullcontext()
     with block, connection.cursor() as cursor:
         return _through_cursor(cursor, statements)
 
 
 def _on_psycopg2(conn: Any, statements: Sequence[Statement[T]]) -> list[T]:
+    if conn.async_:
+        raise InvalidOptions(
+            "this psycopg2 connection is asynchronous, and commits every statement by itself: open one without async_"
+        )
     plain = sys.modules["psycopg2.extensions"].cursor  # the connection's own kind may make dicts of rows
     with conn.cursor(cursor_factory=plain) as cursor:
         if len(statements) == 1:
@@ -216,6 +226,36 @@ def _refuse_other_databases(name: str) -> None:
         )
 
 
+def _refuse_open_stream(conn: Any) -> None:
+    """Psycopg holds the connection's lock while a stream() or a COPY is open: a submit inside it would wait for ever.
+    What other threads send there is waited for. `conn` is the driver's; other drivers' have no such lock.
+    """
+    lock = getattr(conn, "lock", None)
+    if lock is None or not lock.locked():
+        return
+    if not isinstance(lock, asyncio.Lock) and lock.acquire(timeout=TURN_SECONDS):
+        lock.release()
+    elif has_open_stream(conn):
+        raise InvalidOptions(_STREAMING)
+
+
+async def _refuse_open_stream_async(conn: psycopg.AsyncConnection[Any]) -> None:
+    if not conn.lock.locked():
+        return
+    try:
+        async with asyncio.timeout(TURN_SECONDS), conn.lock:
+            return
+    except TimeoutError:
+        if has_open_stream(conn):
+            raise InvalidOptions(_STREAMING) from None
+
+
+_STREAMING = (
+    "a stream() or a COPY is open on this connection, and nothing else can be sent until it ends: submit after it, or "
+    "on another connection"
+)
+
+
 @contextmanager
 def _our_errors() -> Iterator[None]:
     try:
@@ -247,6 +287,10 @@ def _translated(chain: Sequence[BaseException]) -> TasklibError | None:
             return InvalidOptions(
                 "this connection commits every statement by itself (autocommit), and so many tasks take several: "
                 "begin a transaction first"
+            )
+        if isinstance(error, UnicodeEncodeError):
+            return InvalidOptions(
+                f"the client_encoding of this connection, {error.encoding}, has no such character: set it to UTF8"
             )
         if isinstance(sqlstate, str):
             return refusal(sqlstate, *_words(error))

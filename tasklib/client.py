@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 T = TypeVar("T")
 CancelAnswer: TypeAlias = Literal["cancelled", "asked"] | None
+LONGEST_TIMEOUT_SECONDS = 1e9  # what is longer, 30 years, is no limit: Python's own waits take no infinity
 Awaited: TypeAlias = "UUID | str | Handle[Any]"  # what can be waited for: a task's id, or its handle
 
 
@@ -115,7 +116,8 @@ class Client:
                 try:
                     found = arrived.get(timeout=_remaining(deadline))
                 except queue.Empty:
-                    yield from self._last_look(waiting, timeout)
+                    yield from self._last_look(waiting)
+                    _refuse_late(waiting, timeout)
                 else:
                     yield _arrived(found, waiting)
         finally:
@@ -152,9 +154,9 @@ class Client:
     def close(self) -> None:
         self.database.close()
 
-    def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:
+    def _last_look(self, waiting: set[UUID]) -> list[Task]:
         """So that a short timeout, or none at all, still finds what is there."""
-        return _in_time(self.database.run(self._statements.final([*waiting]))[0], waiting, timeout)
+        return _taken_from(waiting, self.database.run(self._statements.final([*waiting]))[0])
 
     def _chosen(self, connection: Any) -> Any:
         return self._connection() if connection is None and self._connection is not None else connection
@@ -240,8 +242,9 @@ class AsyncClient:
                 try:
                     found = await asyncio.wait_for(arrived.get(), _remaining(deadline))
                 except TimeoutError:
-                    for task in await self._last_look(waiting, timeout):
+                    for task in await self._last_look(waiting):
                         yield task
+                    _refuse_late(waiting, timeout)
                 else:
                     yield _arrived(found, waiting)
         finally:
@@ -277,8 +280,8 @@ class AsyncClient:
             return await self.database.run_async(self._statements.submit(tasks[0]), since=since)
         return _in_order(tasks, await self.database.run_async(*self._statements.submit_many(tasks), since=since))
 
-    async def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:  # noqa: ASYNC109 - told, not kept
-        return _in_time((await self.database.run_async(self._statements.final([*waiting])))[0], waiting, timeout)
+    async def _last_look(self, waiting: set[UUID]) -> list[Task]:
+        return _taken_from(waiting, (await self.database.run_async(self._statements.final([*waiting])))[0])
 
     async def __aenter__(self) -> Self:
         return self
@@ -347,7 +350,7 @@ def _deadline(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         raise InvalidOptions(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
-    return time.monotonic() + timeout
+    return time.monotonic() + timeout if timeout < LONGEST_TIMEOUT_SECONDS else None
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -361,13 +364,15 @@ def _arrived(found: Task | Exception, waiting: set[UUID]) -> Task:
     return found
 
 
-def _in_time(final: list[Task], waiting: set[UUID], timeout: float | None) -> list[Task]:
-    late = waiting - {task.id for task in final}
+def _taken_from(waiting: set[UUID], final: list[Task]) -> list[Task]:
+    waiting.difference_update(task.id for task in final)
+    return final
+
+
+def _refuse_late(late: set[UUID], timeout: float | None) -> None:
     if late:
         some = ", ".join(str(task_id) for task_id in sorted(late)[:3])
         raise ResultTimeout(f"{len(late)} of the tasks were not final after {timeout:g} s: {some}")
-    waiting.clear()
-    return final
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[int, TaskId]]) -> list[TaskId]:

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import inspect
 import json
 import math
 import re
 import threading
 from collections import deque
 from decimal import Decimal
+from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Self, TypeVar, cast
 
 import psycopg
 from psycopg import capabilities, conninfo, errors, generators, postgres, sql, waiting
 from psycopg.adapt import AdaptersMap, PyFormat, Transformer
-from psycopg.pq import ExecStatus, Format, TransactionStatus
+from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types import TypesRegistry
 from psycopg.types.array import ListBinaryDumper
@@ -340,7 +343,9 @@ def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> l
     with _with_own_adapters(psycopg.RawCursor(conn, row_factory=tuple_row)) as cursor:
         for statement in statements:
             cursor.execute(statement.sql, statement.parameters, binary=True)
-            results.append(statement.read(cursor.fetchall() if cursor.description else []))
+            # In a pipeline the answer has not come yet, and with it the description: fetchall waits for both.
+            has_rows = cursor.description is not None or conn.pgconn.pipeline_status != PipelineStatus.OFF
+            results.append(statement.read(cursor.fetchall() if has_rows else []))
     return results
 
 
@@ -357,6 +362,28 @@ def _with_own_adapters(cursor: C) -> C:
     """Psycopg copies a connection's adapters for each cursor; to replace the copy leaves the connection as it is."""
     cursor._adapters = own_adapters()  # noqa: SLF001 - there is no public way to begin with other ones
     return cursor
+
+
+def has_open_stream(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """A stream() or a COPY has begun on it, and has not ended. Each is a generator of psycopg's that holds the
+    connection's lock; nothing else shows it. Slow, since it looks at every object: ask only if the lock is held.
+    """
+    for each in gc.get_objects():
+        code, frame = None, None
+        if type(each) is GeneratorType:
+            code, frame = each.gi_code, each.gi_frame
+        elif type(each) is AsyncGeneratorType:
+            code, frame = each.ag_code, each.ag_frame
+        if code in _STREAMS and frame is not None and frame.f_locals["self"].connection is conn:
+            return True
+    return False
+
+
+_STREAMS = frozenset(
+    inspect.unwrap(method).__code__
+    for kind in (psycopg.Cursor, psycopg.AsyncCursor)
+    for method in (kind.stream, kind.copy)
+)
 
 
 def send_alone(conn: BoundedConnection, statement: Statement[T]) -> T:

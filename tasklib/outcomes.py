@@ -116,12 +116,14 @@ class Cancelled:
 @dataclass(frozen=True, slots=True)
 class Interrupted:
     """Given back without cost: never started, or stopped because its worker stops. `began` counts as an attempt, since
-    it may be marked as running; `ran` is false if no line of it was executed all the same.
+    it may be marked as running; `ran` is false if no line of it was executed all the same. `may_repeat` is false if the
+    next run cannot end in the same way for the same reason.
     """
 
     began: bool
     ran: bool = True
     reason: str = "its worker stopped"
+    may_repeat: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,10 @@ Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Inter
 AttemptOutcome = Literal[
     "COMPLETED", "FAILED", "WORKER_FAILURE", "TIMED_OUT", "CANCELLED", "SNOOZED", "INTERRUPTED", "LEASE_LOST"
 ]
+
+
+PROMPT_FREE_RUNS = 3  # without a pause before the next
+LONGEST_DELAY_SECONDS = 30.0  # between free runs
 
 
 # --- What follows ----------------------------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
         case Cancelled(problem, began):
             return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
         case Interrupted():
-            return _interrupted(task, outcome)
+            return _interrupted(task, outcome, now)
         case Expired():
             text = f"Expired: not started before {task.expires_at}"
             return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
@@ -272,13 +278,28 @@ def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
     return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
 
 
-def _interrupted(task: HeldTask, interruption: Interrupted) -> Settlement:
-    """At no cost; but what must not run twice does not, once it has begun."""
+def _interrupted(task: HeldTask, interruption: Interrupted, now: datetime) -> Settlement:
+    """At no cost; but what must not run twice does not, once it has begun. If it has run for free often, it may be the
+    cause itself: it waits before it runs again.
+    """
     began, reason = interruption.began, interruption.reason
     if began and interruption.ran and task.on_crash == "fail":
         problem = Problem("INTERRUPTED", reason, f"Interrupted: {reason}")
         return Settlement(State.FAILED, "INTERRUPTED", problem=problem)
-    return Settlement(State.PENDING, "INTERRUPTED" if began else None, suspect=task.suspect)
+    pause = pause_of_free_run(task) if interruption.ran and interruption.may_repeat else 0.0
+    due_at = now + timedelta(seconds=pause) if began and pause else None
+    return Settlement(State.PENDING, "INTERRUPTED" if began else None, due_at=due_at, suspect=task.suspect)
+
+
+def free_runs(task: HeldTask) -> int:
+    """How many of its runs have cost no retry."""
+    return task.attempt - task.retry_count
+
+
+def pause_of_free_run(task: HeldTask) -> float:
+    """The first few come at once, and after that each waits twice as long as the one before."""
+    often = free_runs(task) - PROMPT_FREE_RUNS
+    return min(2.0 ** min(often, 10), LONGEST_DELAY_SECONDS) if often >= 0 else 0.0
 
 
 def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Settlement:

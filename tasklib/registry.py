@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ class Registry:
 
     def add(self, function: TaskFunction[..., Any]) -> None:
         known = self._functions.get(function.name)
-        if known is not None and not _is_same_definition(known, function):
+        if known is not None and not _is_redefinition(known, function):
             raise InvalidTaskDefinition(
                 f"two functions are called {function.name!r}: {_place(known)} and {_place(function)}. "
                 f'Rename one, or give it a name of its own with @task(name="...").'
@@ -70,13 +71,20 @@ def _place(task: TaskFunction[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _is_same_definition(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> bool:
-    """A reloaded module defines its functions again, from the same line; that replaces them."""
-    old_code, new_code = (getattr(f.function, "__code__", None) for f in (known, new))
+def _is_redefinition(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> bool:
+    """The same function of the same module, which replaces the earlier one: the module was loaded again, or the code
+    comes from the same line or from another file, as an edited cell of a notebook does. Twice in one file is a mistake.
+    """
+    if _place(known) != _place(new):
+        return False
+    old, changed = (inspect.unwrap(task.function) for task in (known, new))  # a decorator is many functions' code
+    old_code, new_code = getattr(old, "__code__", None), getattr(changed, "__code__", None)
     if old_code is None or new_code is None:
         return False
-    same_line = (old_code.co_filename, old_code.co_firstlineno) == (new_code.co_filename, new_code.co_firstlineno)
-    return same_line and _place(known) == _place(new)
+    is_same_namespace = getattr(old, "__globals__", None) is getattr(changed, "__globals__", None)
+    is_loaded_again = known.module_spec is not new.module_spec or not is_same_namespace
+    is_same_line = old_code.co_firstlineno == new_code.co_firstlineno
+    return is_loaded_again or is_same_line or old_code.co_filename != new_code.co_filename
 
 
 default_registry = Registry()

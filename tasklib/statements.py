@@ -152,7 +152,7 @@ class Statements:
         tasks_json = "[" + ",".join([task.to_json(terms_json[id(task.terms)]) for task in batch]) + "]"
 
         def read(rows: list[Row]) -> dict[int, TaskId]:
-            existing = ((batch[ordinal - 1], found) for ordinal, found in rows)
+            existing = ((batch[int(ordinal) - 1], found) for ordinal, found in rows)
             return {task.id.int: _read_id(task, found) for task, found in existing}
 
         return Statement(self._sql["submit_many"], (tasks_json,), read, is_qualified=True)
@@ -556,9 +556,9 @@ def as_uuid(value: Any) -> UUID:
         raise InvalidOptions(f"{shown} is not a task id (a UUID)") from None
 
 
-def _read_id(task: NewTask, found: Any) -> TaskId:
+def _read_id(task: NewTask, found: str) -> TaskId:
     """A submit that met its own row, after an unknown commit, has not met an earlier task."""
-    earlier = found if isinstance(found, UUID) else UUID(str(found))  # the caller's connection may load ids as text
+    earlier = UUID(found)
     return task.id if earlier == task.id else TaskId(earlier, existed=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from tasklib.application import default_async_client, default_client
@@ -49,6 +50,8 @@ class TaskFunction(Generic[P, R_co]):
         self.function = function
         self.name = check_task_name(str(getattr(function, "__name__", function)) if name is None else name)
         self.task_options = options or TaskOptions()
+        # Another one each time that its module is loaded: by that, a reload is told from a second definition.
+        self.module_spec = getattr(sys.modules.get(getattr(function, "__module__", "")), "__spec__", None)
         self.arguments = ArgumentSchema(function, self.name)
         _refuse_reserved_parameters(function, self.name)
         _refuse_methods(function, self.name)
@@ -56,7 +59,7 @@ class TaskFunction(Generic[P, R_co]):
         _refuse_lost_results(self)
         self._plainly = Submitter(self, {})
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> str:
@@ -69,29 +72,29 @@ class TaskFunction(Generic[P, R_co]):
         """The function with options for its next submits; the types of its arguments are kept."""
         return Submitter(self, options)
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+    async def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return await self._plainly.submit(*args, **kwargs)
 
-    def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+    def submit_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return self._plainly.submit_sync(*args, **kwargs)
 
     @overload
     async def submit_handle(
-        self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self: TaskFunction[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+    async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         """Submit, and get hold of the result: `await (await add.submit_handle(1, 2)).result(timeout=10)`."""
         return self.handle(await self._plainly.submit(*args, **kwargs))
 
     @overload
     def submit_handle_sync(
-        self: TaskFunction[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self: TaskFunction[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+    def submit_handle_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    def submit_handle_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self.handle(self._plainly.submit_sync(*args, **kwargs))
 
     @overload
@@ -112,7 +115,7 @@ class TaskFunction(Generic[P, R_co]):
         except InvalidTaskDefinition:
             return None
 
-    def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
+    def new(self, /, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         """A validated task that is not submitted yet, for `submit_many` or a client's `submit`."""
         return new_task(self, args, kwargs, self._plainly.terms)
 
@@ -128,31 +131,31 @@ class Submitter(Generic[P, R_co]):
     def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R_co]:
         return Submitter(self._task, {**self._options, **options})
 
-    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+    async def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return await default_async_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
 
-    def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> TaskId:
+    def submit_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return default_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
 
     @overload
     async def submit_handle(
-        self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self: Submitter[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
-    async def submit_handle(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+    async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self._task.handle(await self.submit(*args, **kwargs))
 
     @overload
     def submit_handle_sync(
-        self: Submitter[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self: Submitter[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]: ...
     @overload
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
-    def submit_handle_sync(self, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
+    def submit_handle_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    def submit_handle_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         return self._task.handle(self.submit_sync(*args, **kwargs))
 
-    def new(self, *args: P.args, **kwargs: P.kwargs) -> NewTask:
+    def new(self, /, *args: P.args, **kwargs: P.kwargs) -> NewTask:
         if self._options.get("connection") is not None:
             raise InvalidOptions("a new task holds no connection: pass connection= to submit or submit_many")
         return self._new(args, kwargs)

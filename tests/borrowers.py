@@ -186,13 +186,14 @@ class AsyncpgFromAPool(Asyncpg):
 
 
 class AsyncpgWithCodecs(Asyncpg):
-    """An application that has its own idea of JSON and of UUIDs."""
+    """An application that has its own idea of JSON, of UUIDs and of large numbers."""
 
     async def open(self) -> Any:
         conn = await super().open()
         for name in ("json", "jsonb"):
             await conn.set_type_codec(name, encoder=lambda value: f'"{value}!"', decoder=len, schema="pg_catalog")
-        await conn.set_type_codec("uuid", encoder=str, decoder=str, schema="pg_catalog")
+        await conn.set_type_codec("uuid", encoder=str, decoder=hash, schema="pg_catalog")
+        await conn.set_type_codec("int8", encoder=str, decoder=lambda text: [text], schema="pg_catalog")
         return conn
 
 

@@ -7,8 +7,9 @@
 -- once more. So do times, which drivers that put values into the SQL write with a cast of their own.
 -- These run on the connections of others, and so does `ready_queues`: every name has its schema. What is not named so is
 -- looked for in their search_path, where others may have put a type, a function or an operator of that name.
+-- What comes back is text: codecs of theirs for uuid and bigint might make anything of it, after the task was submitted.
 -- name: submit
-select id
+select id::pg_catalog.text
 from tasklib.submit(
     id => $1::pg_catalog.uuid, name => $2::pg_catalog.text, args => $3::pg_catalog.text::pg_catalog.jsonb,
     kwargs => $4::pg_catalog.text::pg_catalog.jsonb, queue => $5::pg_catalog.text, priority => $6::integer,
@@ -21,7 +22,7 @@ where existed;
 
 -- The same for a task that says nothing out of the ordinary: eleven parameters less to send, for most submits there are.
 -- name: submit_plain
-select id
+select id::pg_catalog.text
 from tasklib.submit(
     id => $1::pg_catalog.uuid, name => $2::pg_catalog.text, kwargs => $3::pg_catalog.text::pg_catalog.jsonb,
     queue => $4::pg_catalog.text)
@@ -29,7 +30,7 @@ where existed;
 
 
 -- name: submit_many
-select ordinal, id
+select ordinal::pg_catalog.text, id::pg_catalog.text
 from tasklib.submit_many($1::pg_catalog.text::pg_catalog.jsonb)
 where existed;
 

@@ -86,7 +86,7 @@ class Menu:
         self.queues = None if queues is None else list(dict.fromkeys(queues))
         self._names = None if names is None else sorted(set(names))
         self._found: list[str] = []
-        self._is_coroutine: dict[str, bool] = {}
+        self._is_coroutine: dict[TaskFunction[..., Any], bool] = {}
         self._reading: Reading | None = None
 
     def names(self) -> list[str]:
@@ -140,11 +140,11 @@ class Menu:
         if name not in self._registry:
             return None, False
         function = self._registry.get(name)
-        if name not in self._is_coroutine:
+        if function not in self._is_coroutine:
             # One with a process of its own has a thread that attends to it.
             is_alone = function.task_options.isolation == "process"
-            self._is_coroutine[name] = not is_alone and is_async(function.function)
-        return function, self._is_coroutine[name]
+            self._is_coroutine[function] = not is_alone and is_async(function.function)
+        return function, self._is_coroutine[function]
 
     def functions(self) -> list[TaskFunction[..., Any]]:
         names = set(self.names())

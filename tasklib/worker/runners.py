@@ -24,6 +24,7 @@ from tasklib.current import enter_task
 from tasklib.errors import DatabaseUnavailable, TaskNotRegistered
 from tasklib.log import log
 from tasklib.outcomes import (
+    LONGEST_DELAY_SECONDS,
     Cancel,
     CancelInterrupt,
     Cancelled,
@@ -39,6 +40,7 @@ from tasklib.outcomes import (
     TaskInterrupt,
     TimedOut,
     TimeoutInterrupt,
+    free_runs,
 )
 from tasklib.worker.execution import ThreadSeat
 from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks, has_around_hooks
@@ -58,7 +60,6 @@ if TYPE_CHECKING:
     from tasklib.worker.transactions import Transactions
 
 MOST_FREE_RUNS = 10  # that a database which is away may cause, before it is taken for the task's own fault
-LONGEST_DELAY_SECONDS = 30.0
 
 Report: TypeAlias = "tuple[Execution, Outcome, float]"  # how it has ended, and when: monotonic
 Begin: TypeAlias = "Callable[[Execution], bool]"
@@ -142,19 +143,15 @@ def _stopped(execution: Execution, error: BaseException) -> Outcome:
         return TimedOut(problem_of(late.with_traceback(error.__traceback__), code="TIMEOUT"))
     if execution.interrupt_kind is CancelInterrupt:
         return Cancelled(problem_of(Cancel("on request").with_traceback(error.__traceback__), code="CANCELLED"))
-    return Interrupted(began=True)
+    return Interrupted(began=True, may_repeat=False)
 
 
 def has_free_runs(task: HeldTask) -> bool:
-    return _free_runs(task) < MOST_FREE_RUNS
+    return free_runs(task) < MOST_FREE_RUNS
 
 
 def delay_of_free_run(task: HeldTask) -> float:
-    return min(2.0 ** min(_free_runs(task), 10), LONGEST_DELAY_SECONDS)
-
-
-def _free_runs(task: HeldTask) -> int:
-    return task.attempt - task.retry_count
+    return min(2.0 ** min(free_runs(task), 10), LONGEST_DELAY_SECONDS)
 
 
 def _may_retry(error: BaseException, options: TaskOptions | None) -> bool:

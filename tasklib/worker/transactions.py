@@ -13,23 +13,26 @@ import math
 import random
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg import conninfo
-from psycopg.pq import TransactionStatus
+from psycopg.pq import ConnStatus, PipelineStatus, TransactionStatus
 
 from tasklib.clock import time
 from tasklib.connection import (
+    OWN_SETTINGS,
     SEARCH_PATH,
     BoundedConnection,
     WatchedConnection,
     connection_string,
+    has_open_stream,
     is_connection_lost,
     meet,
     meet_async,
     send,
     send_async,
+    set_local,
 )
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.log import log
@@ -54,20 +57,27 @@ if TYPE_CHECKING:
 C = TypeVar("C", BoundedConnection, WatchedConnection)
 
 LONGEST_PAUSE_SECONDS = 1.0  # between two tries to connect
+TURN_SECONDS = 0.1  # for who is using a task's connection at its end, before it is asked whether that can end
 WAITED_SHARE = 0.1  # of a task's time: what is less is not why it was over
 
-# A task may think for as long as its own timeout says. The mark is gone when the transaction is: a COMMIT or ROLLBACK
-# in the task's own SQL, which psycopg cannot refuse.
+# A task may think for as long as its own timeout says. When the transaction began tells it from another one, after a
+# COMMIT or ROLLBACK in the task's own SQL, which psycopg cannot refuse. A setting would be gone after RESET ALL.
 _BEGIN = """select pg_catalog.set_config('idle_in_transaction_session_timeout', '0', true),
-                   pg_catalog.set_config('tasklib.task', 'here', true)"""
+                   pg_catalog.date_part('epoch', pg_catalog.now()),
+                   pg_catalog.current_setting('role')"""
 
 # From now on the task's row is locked: if we fall silent, the server must not wait for us. The session is the task's,
-# and so is its search_path. It is ours for the completion alone: deferred triggers of the task's tables come after it.
-_IS_WHOLE = """select pg_catalog.current_setting('tasklib.task', true) operator(pg_catalog.=) 'here',
-                      pg_catalog.current_setting('search_path'),
-                      pg_catalog.set_config('idle_in_transaction_session_timeout', $1, true),
-                      pg_catalog.set_config('search_path', $2, true)"""
-_GIVE_BACK_PATH = "select pg_catalog.set_config('search_path', $1, true)"
+# and so are its search_path and its role. They are ours for the completion alone: deferred triggers of the task's
+# tables come after it.
+_TAKE_OVER = """select pg_catalog.date_part('epoch', pg_catalog.now()) operator(pg_catalog.=) $4::double precision,
+                       pg_catalog.current_setting('search_path'),
+                       pg_catalog.current_setting('role'),
+                       pg_catalog.set_config('idle_in_transaction_session_timeout', $1, true),
+                       pg_catalog.set_config('search_path', $2, true),
+                       pg_catalog.set_config('role', $3, true)"""
+_BEGINNING: Statement[tuple[float, str]] = Statement(_BEGIN, (), lambda rows: (rows[0][1], rows[0][2]))
+_OUR_SETTINGS = set_local(OWN_SETTINGS)
+_GIVE_BACK = "select pg_catalog.set_config('search_path', $1, true), pg_catalog.set_config('role', $2, true)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,16 @@ class Transaction(Generic[C]):
 
     conn: C
     block: Any  # psycopg's Transaction or AsyncTransaction
+    began: float  # by the database's clock
+    role: str  # as the setting has it: "none", unless the URL says otherwise
+
+
+class TaskSettings(NamedTuple):
+    """The task's own settings, as they were when it returned."""
+
+    is_same_transaction: bool
+    search_path: str
+    role: str
 
 
 class Transactions:
@@ -142,26 +162,38 @@ class Transactions:
 
     def _end(self, execution: Execution, outcome: Outcome, transaction: Transaction[BoundedConnection]) -> Outcome:
         conn = transaction.conn
-        conn.deadline = time.monotonic() + self._seconds
-        try:
-            if isinstance(outcome, Completed):
-                if conn.closed:
-                    return _spoilt(_CLOSED)
-                is_whole, search_path = send(conn, [self._is_whole()])[0]
-                if not is_whole:
-                    return _spoilt(_ENDED)
-                if not send(conn, [self._completion(execution, outcome)])[0]:
-                    return _not_ours(execution)
-                with _left_to_the_commit():
-                    send(conn, [_give_back(search_path)])
-                execution.is_committed = None  # from here on nobody knows, until the answer comes
-                transaction.block.__exit__(None, None, None)
-                execution.is_committed = True
-        except Exception as error:  # noqa: BLE001 - the thread, its slot and its task would be lost
-            return _outcome_of(execution, error)
-        finally:
-            _close(transaction)
-            self._witness.disconnected(_role(execution))
+        with _alone_on(conn, self._seconds if isinstance(outcome, Completed) else 0.0) as is_alone:
+            conn.deadline = time.monotonic() + self._seconds
+            try:
+                if isinstance(outcome, Completed):
+                    return self._complete(execution, outcome, transaction) if is_alone else _spoilt(_BUSY)
+            except Exception as error:  # noqa: BLE001 - the thread, its slot and its task would be lost
+                return _outcome_of(execution, error)
+            finally:
+                _close(transaction, is_alone=is_alone)
+                self._witness.disconnected(_role(execution))
+            return outcome
+
+    def _complete(
+        self, execution: Execution, outcome: Completed, transaction: Transaction[BoundedConnection]
+    ) -> Outcome:
+        conn = transaction.conn
+        if reason := _unfit(conn):
+            return _spoilt(reason)
+        settings = send(conn, [self._take_over(transaction)])[0]
+        if not settings.is_same_transaction:
+            return _spoilt(_ENDED)
+        if not send(conn, [self._completion(execution, outcome)])[0]:
+            transaction.block.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
+            conn.execute(_OUR_SETTINGS)
+            held = send(conn, [self._statements.arguments(execution.task)])[0]
+            conn.rollback()
+            return _not_completed(execution, is_held=held is not None)
+        with _left_to_the_commit():
+            send(conn, [_give_back(settings)])
+        execution.is_committed = None  # from here on nobody knows, until the answer comes
+        transaction.block.__exit__(None, None, None)
+        execution.is_committed = True
         return outcome
 
     async def end_async(self, execution: Execution, outcome: Outcome) -> Outcome:
@@ -182,22 +214,10 @@ class Transactions:
         outcome = _without_the_wait(execution, outcome)
         if transaction is None:
             return outcome
-        conn: WatchedConnection = transaction.conn
         try:
             if isinstance(outcome, Completed):
-                if conn.closed:
-                    return _spoilt(_CLOSED)
                 async with asyncio.timeout(self._seconds):
-                    is_whole, search_path = (await send_async(conn, [self._is_whole()]))[0]
-                    if not is_whole:
-                        return _spoilt(_ENDED)
-                    if not (await send_async(conn, [self._completion(execution, outcome)]))[0]:
-                        return _not_ours(execution)
-                    with _left_to_the_commit():
-                        await send_async(conn, [_give_back(search_path)])
-                    execution.is_committed = None
-                    await transaction.block.__aexit__(None, None, None)
-                    execution.is_committed = True
+                    return await self._complete_async(execution, outcome, transaction)
         except Exception as error:  # noqa: BLE001 - as above
             return _outcome_of(execution, error)
         finally:
@@ -205,15 +225,37 @@ class Transactions:
             self._witness.disconnected(_role(execution))
         return outcome
 
+    async def _complete_async(
+        self, execution: Execution, outcome: Completed, transaction: Transaction[WatchedConnection]
+    ) -> Outcome:
+        conn = transaction.conn
+        if reason := await _unfit_async(conn, self._seconds / 2):
+            return _spoilt(reason)
+        settings = (await send_async(conn, [self._take_over(transaction)]))[0]
+        if not settings.is_same_transaction:
+            return _spoilt(_ENDED)
+        if not (await send_async(conn, [self._completion(execution, outcome)]))[0]:
+            await transaction.block.__aexit__(psycopg.Rollback, psycopg.Rollback(), None)
+            await conn.execute(_OUR_SETTINGS)
+            held = (await send_async(conn, [self._statements.arguments(execution.task)]))[0]
+            await conn.rollback()
+            return _not_completed(execution, is_held=held is not None)
+        with _left_to_the_commit():
+            await send_async(conn, [_give_back(settings)])
+        execution.is_committed = None
+        await transaction.block.__aexit__(None, None, None)
+        execution.is_committed = True
+        return outcome
+
     def _tell_connected(self, execution: Execution) -> None:
         assert execution.transaction is not None  # noqa: S101 - it was just made
         conn: BoundedConnection | WatchedConnection = execution.transaction.conn
         self._witness.connected(_role(execution), 0 if conn.is_pooled else conn.info.backend_pid)
 
-    def _is_whole(self) -> Statement[tuple[bool, str]]:
-        """And what the task's search_path is."""
+    def _take_over(self, transaction: Transaction[Any]) -> Statement[TaskSettings]:
         idle_limit = str(max(int(self._seconds * 1000), 1))
-        return Statement(_IS_WHOLE, (idle_limit, SEARCH_PATH), lambda rows: (rows[0][0] is True, rows[0][1]))
+        parameters = (idle_limit, SEARCH_PATH, transaction.role, transaction.began)
+        return Statement(_TAKE_OVER, parameters, lambda rows: TaskSettings(*rows[0][:3]))
 
     def _completion(self, execution: Execution, outcome: Completed) -> Statement[list[UUID]]:
         now = self.clock.now()
@@ -251,12 +293,12 @@ class Transactions:
             conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # its row is changed by the worker meanwhile
             block = conn.transaction()
             block.__enter__()
-            conn.execute(_BEGIN)
+            began, role = send(conn, [_BEGINNING])[0]
             conn.deadline = math.inf  # from here on it is the task's, which has a limit of its own
         except BaseException:  # an interrupt of the task, too
             conn.pgconn.finish()
             raise
-        return Transaction(conn, block)
+        return Transaction(conn, block, began, role)
 
     async def _begin_async(self) -> Transaction[WatchedConnection]:
         conn = await WatchedConnection.connect(self._dsn, context=psycopg.adapters)
@@ -266,12 +308,12 @@ class Transactions:
             await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             block = conn.transaction()
             await block.__aenter__()
-            await conn.execute(_BEGIN)
+            began, role = (await send_async(conn, [_BEGINNING]))[0]
             conn.deadline = math.inf
         except BaseException:
             conn.pgconn.finish()
             raise
-        return Transaction(conn, block)
+        return Transaction(conn, block, began, role)
 
 
 @contextlib.contextmanager
@@ -321,13 +363,52 @@ def _refuse_stopped(execution: Execution) -> None:
         raise execution.interrupt_kind
 
 
-def _close(transaction: Transaction[BoundedConnection]) -> None:
-    """What is still open is rolled back; what cannot be is rolled back by the server, when it is closed."""
+@contextlib.contextmanager
+def _alone_on(conn: BoundedConnection, seconds: float) -> Iterator[bool]:
+    """Nobody else sends anything there meanwhile: what the task has left running waits, and then finds it closed.
+    False: something holds psycopg's lock for longer than these seconds, or for ever, as an open stream does.
+    """
+    lock, first = conn.lock, min(seconds, TURN_SECONDS)
+    is_alone = lock.acquire(timeout=first) or (
+        seconds > 0 and not has_open_stream(conn) and lock.acquire(timeout=seconds - first)
+    )
+    if not is_alone:
+        yield False
+        return
+    conn.lock = ours = cast("threading.Lock", threading.RLock())  # psycopg takes it for each statement
+    with ours:
+        yield True
+    lock.release()
+
+
+def _unfit(conn: BoundedConnection | WatchedConnection) -> str | None:
+    """Why nothing can be completed on it, whatever is sent."""
+    if conn.closed:
+        return _CLOSED
+    if conn.info.pipeline_status != PipelineStatus.OFF:
+        return _PIPELINE
+    return _BUSY if conn.info.transaction_status == TransactionStatus.ACTIVE else None
+
+
+async def _unfit_async(conn: WatchedConnection, seconds: float) -> str | None:
+    if conn.lock.locked() and has_open_stream(conn):
+        return _BUSY
+    try:
+        async with asyncio.timeout(seconds), conn.lock:
+            return _unfit(conn)
+    except TimeoutError:
+        return _BUSY
+
+
+def _close(transaction: Transaction[BoundedConnection], *, is_alone: bool) -> None:
+    """What is still open is rolled back; what cannot be is rolled back by the server, when it is closed. That needs no
+    lock of psycopg's.
+    """
     conn = transaction.conn
     try:
-        if conn.info.transaction_status == TransactionStatus.ACTIVE:  # an interrupt came in the middle of a query
+        if not is_alone or conn.info.transaction_status == TransactionStatus.ACTIVE:  # in the middle of a query
             conn.abandon()
-        elif not conn.closed and conn.info.transaction_status != TransactionStatus.IDLE:
+        elif _is_to_roll_back(conn):
             transaction.block.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
     except Exception as error:  # noqa: BLE001 - see above
         _tell_broken(error)
@@ -340,15 +421,20 @@ async def _close_async(transaction: Transaction[WatchedConnection], seconds: flo
         async with asyncio.timeout(seconds):
             if conn.info.transaction_status == TransactionStatus.ACTIVE:
                 await conn.cancel_safe(timeout=seconds)
-            elif not conn.closed and conn.info.transaction_status != TransactionStatus.IDLE:
+            elif _is_to_roll_back(conn):
                 await transaction.block.__aexit__(psycopg.Rollback, psycopg.Rollback(), None)
     except Exception as error:  # noqa: BLE001 - as above
         _tell_broken(error)
     conn.pgconn.finish()
 
 
-def _give_back(search_path: str) -> Statement[None]:
-    return Statement(_GIVE_BACK_PATH, (search_path,), lambda _: None)
+def _is_to_roll_back(conn: BoundedConnection | WatchedConnection) -> bool:
+    is_idle = conn.info.transaction_status == TransactionStatus.IDLE
+    return not conn.closed and not is_idle and conn.info.pipeline_status == PipelineStatus.OFF
+
+
+def _give_back(settings: TaskSettings) -> Statement[None]:
+    return Statement(_GIVE_BACK, (settings.search_path, settings.role), lambda _: None)
 
 
 def _left_to_the_commit() -> contextlib.suppress:
@@ -365,30 +451,62 @@ def _refuse_ended(execution: Execution) -> None:
         raise NoCurrentTask(f"the task {execution.id} has ended: its connection went with it")
 
 
-def _not_ours(execution: Execution) -> Outcome:
-    """Another worker has it by now. What was written here is rolled back."""
+def _not_completed(execution: Execution, *, is_held: bool) -> Outcome:
+    """Its row was not as it must be; all is rolled back by now. If the worker holds the task still, it was the task
+    itself that had changed the row. If not, another worker has it.
+    """
+    if is_held:
+        return _spoilt(_OWN_ROW)
     log.warning("lease.lost", task=execution.task.name, task_id=execution.id, token=execution.task.fencing_token)
     return Interrupted(began=True)
 
 
 def _outcome_of(execution: Execution, error: Exception) -> Outcome:
     """The function has returned, and its work was not committed; or, if the connection broke, perhaps was. Then the
-    task is given back at no cost, which changes nothing if it was.
+    task is given back at no cost, which changes nothing if it was. Whatever would happen again is a failure.
     """
     task = execution.task
     if isinstance(error, psycopg.errors.InFailedSqlTransaction):
         return _spoilt(_ABORTED)
-    if not isinstance(error, psycopg.Error) or is_connection_lost(error):
+    if isinstance(error, UnicodeEncodeError):
+        return _spoilt(_ENCODING.format(error.encoding))
+    if _is_lost(execution, error):
         _tell_broken(error, task=task.name, task_id=task.id)
         if has_free_runs(task):
             return Interrupted(began=True)
     return outcome_of(execution, error)
 
 
+def _is_lost(execution: Execution, error: Exception) -> bool:
+    """The connection is. An error without a code may as well be psycopg's, about how it was used."""
+    if isinstance(error, TimeoutError):
+        return True
+    if not isinstance(error, psycopg.Error) or not is_connection_lost(error):
+        return False
+    transaction = execution.transaction
+    return error.sqlstate is not None or transaction is None or transaction.conn.pgconn.status != ConnStatus.OK
+
+
 _CLOSED = "current_task().connection was closed, by the task or by the server, before the task had ended"
 _ENDED = (
     "the transaction of current_task().connection was ended by a COMMIT or ROLLBACK in the task's own SQL: what was "
     "written before it is not part of the completion. Leave both to the worker."
+)
+_BUSY = (
+    "current_task().connection was still in use when the task returned: nothing could be completed there. Read a "
+    "stream() to its end or close it, leave the `with` block of a COPY, and wait for threads that use the connection."
+)
+_PIPELINE = (
+    "a pipeline of current_task().connection was still open when the task returned. Use "
+    "`with connection.pipeline():` (`async with` in an async function), and return after the block."
+)
+_OWN_ROW = (
+    "the task has deleted or changed its own row in tasklib.tasks, by current_task().connection: it was rolled back. "
+    "Leave that row to the worker; raise tasklib.Cancel, Fail or Snooze to say what shall become of the task."
+)
+_ENCODING = (
+    "the client_encoding of current_task().connection, {}, cannot write the result: set it back to UTF8 before the "
+    "task returns"
 )
 _ABORTED = (
     "an error on current_task().connection was not let through: PostgreSQL has given up the transaction, and nothing "

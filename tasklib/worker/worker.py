@@ -111,7 +111,7 @@ class TaskWorker:
         """True when it can run tasks: connected, registered, and what it holds compared with the database. False: not
         in time, or its run has ended.
         """
-        self._is_ready_or_ended.wait(timeout)
+        self._is_ready_or_ended.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return self._is_ready
 
     # --- for who looks after it ---

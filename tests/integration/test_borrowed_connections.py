@@ -9,10 +9,12 @@ import subprocess
 import sys
 import traceback
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
+import psycopg2.extras
 import pytest
 import sqlalchemy
 from django.db.utils import ConnectionHandler
@@ -24,6 +26,7 @@ import tasklib
 from tasklib import borrowed
 from tasklib.statements import BATCH_ROWS
 from tests.borrowers import AUTOCOMMIT, KINDS, Borrower, Django, Undo
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,6 +219,78 @@ def test_the_raw_connection_of_an_async_session_is_not_used(of_kind: OfKind, con
     assert count(conn) == 1
 
 
+# --- psycopg's pipelines, streams and COPY ---
+
+
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg, async"])
+def test_a_pipeline_keeps_the_contract(of_kind: OfKind, conn: Conn, pay: Pay, kind: str) -> None:
+    """Answers come late there. The id of an earlier task is told all the same, and a conflict where it happened."""
+    borrower = of_kind(kind)
+    keyed = pay.options(idempotency_key="invoice-1")
+    with borrower.inside(borrower.transaction()), borrower.inside(borrower.connection.pipeline()):
+        first = borrower.submit(keyed.new(1))
+        again = borrower.submit(keyed.new(1))
+        other, bulk = borrower.submit_many([pay.new(2), keyed.new(1)])
+    assert first == again == bulk
+    assert [first.existed, again.existed, other.existed, bulk.existed] == [False, True, False, True]
+    for several in (1, BATCH_ROWS + 1):
+        with contextlib.suppress(Undo), borrower.inside(borrower.transaction()):
+            refused = pytest.raises(tasklib.IdempotencyConflict)
+            with borrower.inside(borrower.connection.pipeline()), refused:
+                borrower.submit_many([pay.new(n) for n in range(several - 1)] + [keyed.new(2)])
+            raise Undo
+    assert count(conn) == 2
+
+
+STREAMING_KINDS = ["psycopg", "psycopg, async", "sqlalchemy session", "sqlalchemy async, psycopg", "django"]
+
+
+@contextlib.contextmanager
+def open_stream(borrower: Borrower, how: str) -> Iterator[None]:
+    """On the driver's connection, which lies below those of frameworks."""
+    borrower.execute("create temporary table streamed (n integer) on commit drop")
+    raw = borrower.connection
+    if isinstance(borrower, Django):
+        raw = raw.connection
+    elif not hasattr(raw, "pgconn"):
+        below = borrower.do(raw.connection()) if hasattr(raw, "get_bind") else raw
+        below = borrower.do(below.get_raw_connection()) if borrower.is_async else below.connection
+        raw = below.driver_connection
+    cursor = raw.cursor()
+    if how == "copy":
+        with borrower.inside(cursor.copy("copy streamed from stdin")):
+            yield
+        return
+    rows = cursor.stream("select * from generate_series(1, 3)")
+    borrower.do(anext(rows)) if borrower.is_async else next(rows)
+    yield
+    borrower.do(rows.aclose()) if borrower.is_async else rows.close()
+
+
+@pytest.mark.parametrize("how", ["stream", "copy"])
+@pytest.mark.parametrize("kind", STREAMING_KINDS)
+def test_a_submit_during_a_stream_is_refused(of_kind: OfKind, conn: Conn, pay: Pay, kind: str, how: str) -> None:
+    """It would wait for the end of the stream, which comes after it."""
+    borrower = of_kind(kind)
+    with borrower.inside(borrower.transaction()):
+        refused = pytest.raises(tasklib.InvalidOptions, match=r"is open on this connection.*submit after it")
+        with open_stream(borrower, how), refused:
+            borrower.submit(pay.new(1))
+        borrower.submit(pay.new(2))
+    assert count(conn) == 1
+
+
+def test_a_stream_of_another_connection_is_nobodys_business(of_kind: OfKind, conn: Conn, pay: Pay) -> None:
+    """A submit waits for another thread that uses its connection, whatever is open elsewhere."""
+    borrower, other = of_kind("psycopg"), of_kind("psycopg")
+    with open_stream(other, "stream"), ThreadPoolExecutor(1) as pool, borrower.inside(borrower.transaction()):
+        sleeping = pool.submit(borrower.execute, "select pg_sleep(0.3)")
+        wait_until(borrower.connection.lock.locked, "the connection to be busy")
+        borrower.submit(pay.new(1))
+        sleeping.result()
+    assert count(conn) == 1
+
+
 # --- sessions ---
 
 
@@ -338,6 +413,36 @@ def test_a_missing_schema_is_our_error(borrower: Borrower, pay: Pay) -> None:
         with pytest.raises(tasklib.SchemaMissing, match="tasklib migrate"):
             borrower.submit(pay.new(1))
         raise Undo
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg, async", "psycopg2", "sqlalchemy, psycopg", "django"])
+def test_an_encoding_without_the_character_is_our_error(
+    of_kind: OfKind, conn: Conn, pay: Pay, kind: str, *, many: bool
+) -> None:
+    """The error says what to set; nothing is sent, and what the encoding has goes through."""
+    borrower, secret = of_kind(kind), uuid.uuid4().hex
+    with borrower.inside(borrower.transaction()):
+        if kind == "psycopg2":
+            borrower.connection.set_client_encoding("LATIN1")
+        else:
+            borrower.execute("set client_encoding to latin1")
+        new = pay.new(1, text="\N{GRINNING FACE}", password=secret)
+        with pytest.raises(tasklib.InvalidOptions, match=r"client_encoding.*UTF8") as refused:
+            borrower.submit_many([new, pay.new(2)]) if many else borrower.submit(new)
+        assert secret not in "".join(traceback.format_exception(refused.value))
+        borrower.submit(pay.new(3, text="é"))
+    assert count(conn) == 1
+
+
+def test_an_asynchronous_psycopg2_connection_is_refused(conn: Conn, client: tasklib.Client, pay: Pay) -> None:
+    """It commits each statement by itself, and its answers have to be waited for."""
+    raw = psycopg2.connect(client.config.database_url, async_=True)
+    psycopg2.extras.wait_select(raw)
+    with pytest.raises(tasklib.InvalidOptions, match=r"asynchronous.*without async_"):
+        client.submit(pay.new(1), connection=raw)
+    raw.close()
+    assert count(conn) == 0
 
 
 def test_errors_do_not_show_arguments(borrower: Borrower, pay: Pay) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+import sqlalchemy
+from sqlalchemy import orm
 
 import tasklib
 from tasklib import TaskWorker, embedded, migrate
@@ -147,6 +149,16 @@ def test_a_cancelled_insert_leaves_no_lock(conn: Conn, other: Conn) -> None:
     assert cancelled > 20
 
 
+def submit_in_two_phases(dsn: str) -> None:
+    """By SQLAlchemy, as docs/sqlalchemy.md says."""
+    engine = sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn))
+    with tasklib.Client(tasklib.Config(dsn)) as client, orm.Session(engine, twophase=True) as session:
+        session.execute(sqlalchemy.text("set local tasklib.doorbell = off"))
+        client.submit_task("job", connection=session)
+        session.commit()
+    engine.dispose()
+
+
 def test_prepared_transactions_with_the_doorbell_off(ran: threading.Event) -> None:
     """PostgreSQL does not prepare what has notified. Off, nothing is sent and nothing locked."""
     with embedded.postgres(settings={"max_prepared_transactions": 2}) as server:
@@ -162,6 +174,8 @@ def test_prepared_transactions_with_the_doorbell_off(ran: threading.Event) -> No
             other.execute("prepare transaction 'silent'")
             assert sleep_on(conn, "*"), "nothing says that somebody is about to commit"
             conn.execute("commit prepared 'silent'")
+            submit_in_two_phases(server.dsn)
+            assert conn.execute("select count(*) from tasklib.tasks").fetchone() == (2,)
         TaskWorker(tasklib.Config(server.dsn)).run_until_empty_sync()
     assert ran.is_set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from psycopg.rows import dict_row
 
 import tasklib
+from tasklib import outcomes
 from tasklib.worker import runners
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
@@ -246,10 +248,170 @@ def test_a_task_that_closes_its_connection_fails(client: tasklib.Client, config:
     assert (task.state, task.error_code, task.attempt) == ("failed", "TRANSACTION_SPOILT", 1)
 
 
-def test_a_connection_that_always_breaks_is_the_tasks_own_fault(
-    client: tasklib.Client, config: tasklib.Config, conn: Conn
+LEFT_OPEN: dict[str, str] = {
+    "stream": "current_task().connection was still in use",
+    "copy": "current_task().connection was still in use",
+    "pipeline": "a pipeline of current_task().connection was still open",
+}
+
+
+@kinds
+@pytest.mark.parametrize("how", LEFT_OPEN)
+def test_what_is_left_open_fails_the_task(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind, how: str
 ) -> None:
-    """At first it costs nothing: a server may have been restarted. Not for ever."""
+    """A stream or a COPY holds psycopg's lock for ever. The slot is free again, the task's locks are gone, and the
+    error says what to do.
+    """
+    kept: list[Any] = []
+    sql = "insert into effects values (null, 1)"
+    series = "select * from generate_series(1, 3)"
+
+    def leave_open() -> None:
+        connection = tasklib.current_task().connection
+        connection.execute(sql)
+        opened: Any = {
+            "stream": lambda: connection.cursor().stream(series),
+            "copy": lambda: connection.cursor().copy("copy effects from stdin"),
+            "pipeline": connection.pipeline,
+        }[how]()
+        next(opened) if how == "stream" else opened.__enter__()
+        kept.append(opened)
+
+    async def leave_open_async() -> None:
+        connection = await tasklib.current_task().async_connection()
+        await connection.execute(sql)
+        opened: Any = {
+            "stream": lambda: connection.cursor().stream(series),
+            "copy": lambda: connection.cursor().copy("copy effects from stdin"),
+            "pipeline": connection.pipeline,
+        }[how]()
+        await (anext(opened) if how == "stream" else opened.__aenter__())
+        kept.append(opened)
+
+    tasklib.task(name="leave_open", max_retries=0)(leave_open if kind == "sync" else leave_open_async)
+    write = write_in(kind)
+    with running(config, concurrency=1):
+        task = wait_final(client, client.submit_task("leave_open"))
+        assert wait_final(client, client.submit(write.new(2))).state == "completed", "the slot is free"
+        conn.execute("set lock_timeout = '20s'; lock table effects in access exclusive mode; reset lock_timeout")
+    assert (task.state, task.error_code, task.attempt) == ("failed", "TRANSACTION_SPOILT", 1)
+    assert task.error is not None
+    assert LEFT_OPEN[how] in task.error
+    for opened in kept if kind == "sync" else ():  # a loop closes its own, the collector complains
+        with contextlib.suppress(psycopg.Error):
+            opened.close() if how == "stream" else opened.__exit__(None, None, None)
+    assert conn.execute("select n from effects").fetchall() == [(2,)]
+
+
+def test_a_thread_that_keeps_the_connection_busy_does_not_keep_the_slot(
+    client: tasklib.Client, database_url: str, conn: Conn
+) -> None:
+    """For longer than an answer may take: the end has its deadline, and the query is cancelled."""
+    ended = threading.Event()
+
+    @tasklib.task(max_retries=0)
+    def leaves_a_thread() -> None:
+        connection = tasklib.current_task().connection
+
+        def sleep() -> None:
+            try:
+                connection.execute("select pg_sleep(600)")
+            except psycopg.Error:
+                ended.set()
+
+        threading.Thread(target=sleep, daemon=True).start()
+        wait_until(connection.lock.locked, "the connection to be busy")
+
+    with running(tasklib.Config(database_url, database_timeout_seconds=0.5)):
+        task = wait_final(client, client.submit_task(leaves_a_thread))
+    assert (task.state, task.error_code) == ("failed", "TRANSACTION_SPOILT")
+    assert ended.wait(20), "the thread is told"
+
+
+@kinds
+@pytest.mark.parametrize("how", ["delete from {0}", "update {0} set fencing_token = fencing_token + 1"])
+def test_a_task_that_changes_its_own_row_fails(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind, how: str
+) -> None:
+    """It holds the task still, once that is rolled back: it would run again and again at no cost."""
+    sql = f"{how.format('tasklib.tasks')} where id = %s".encode()
+
+    def spoil() -> None:
+        tasklib.current_task().connection.execute(sql, [tasklib.current_task().id])
+
+    async def spoil_async() -> None:
+        await (await tasklib.current_task().async_connection()).execute(sql, [tasklib.current_task().id])
+
+    tasklib.task(name="spoil", max_retries=0)(spoil if kind == "sync" else spoil_async)
+    with running(config):
+        task = wait_final(client, client.submit_task("spoil"))
+    assert (task.state, task.error_code, task.attempt) == ("failed", "TRANSACTION_SPOILT", 1)
+    assert task.error is not None
+    assert "its own row" in task.error
+
+
+@kinds
+def test_an_encoding_that_cannot_write_the_result_fails_the_task(
+    client: tasklib.Client, config: tasklib.Config, kind: Kind
+) -> None:
+    """It would fail the next time, too."""
+
+    def speak() -> str:
+        tasklib.current_task().connection.execute("set client_encoding to latin1")
+        return "\N{GRINNING FACE}"
+
+    async def speak_async() -> str:
+        await (await tasklib.current_task().async_connection()).execute("set client_encoding to latin1")
+        return "\N{GRINNING FACE}"
+
+    tasklib.task(name="speak", max_retries=0)(speak if kind == "sync" else speak_async)
+    with running(config):
+        task = wait_final(client, client.submit_task("speak"))
+    assert (task.state, task.error_code, task.attempt) == ("failed", "TRANSACTION_SPOILT", 1)
+    assert task.error is not None
+    assert "client_encoding" in task.error
+
+
+@pytest.mark.direct("what is set for a session stays with a pooler's connection")
+@kinds
+def test_the_tasks_settings_are_its_own_business(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, kind: Kind
+) -> None:
+    """RESET ALL, and a role that may not complete the task. Deferred triggers run with the task's role."""
+    conn.execute(
+        """create role effects_writer; grant insert on effects to effects_writer; create table seen (role text);
+           grant insert on seen to effects_writer;
+           create function note_role() returns trigger language plpgsql as $$
+           begin insert into public.seen values (current_user); return null; end $$;
+           create constraint trigger late after insert on effects deferrable initially deferred
+               for each row execute function note_role()"""
+    )
+    sql = b"reset all; set role effects_writer; insert into public.effects values (null, 1)"
+
+    def reset() -> None:
+        tasklib.current_task().connection.execute(sql)
+
+    async def reset_async() -> None:
+        await (await tasklib.current_task().async_connection()).execute(sql)
+
+    tasklib.task(name="reset", max_retries=0)(reset if kind == "sync" else reset_async)
+    try:
+        with running(config):
+            task = wait_final(client, client.submit_task("reset"))
+        assert (task.state, task.error) == ("completed", None)
+        assert count(conn) == 1
+        assert conn.execute("select role from seen").fetchall() == [("effects_writer",)]
+    finally:
+        conn.execute("drop function note_role cascade; drop table seen; drop owned by effects_writer")
+        conn.execute("drop role effects_writer")
+
+
+def test_a_connection_that_always_breaks_is_the_tasks_own_fault(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first it costs nothing: a server may have been restarted. Not for ever, and not without a pause."""
+    monkeypatch.setattr(outcomes, "LONGEST_DELAY_SECONDS", 0.01)
 
     @tasklib.task(max_retries=0)
     def breaking() -> None:

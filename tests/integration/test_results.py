@@ -194,6 +194,26 @@ async def test_a_timeout_leaves_the_task_alone(add: Any, config: tasklib.Config)
     assert await handle.result(timeout=0) == handle.result_sync(timeout=0) == 2, "what is there is found"
 
 
+async def test_a_timeout_without_end_is_none(add: Any, worker: Any) -> None:
+    """However it is written."""
+    for seconds in (float("inf"), 1e300, 10**400):
+        assert await (await add.submit_handle(1, 1)).result(seconds) == 2
+        assert add.submit_handle_sync(1, 1).result_sync(seconds) == 2
+        assert worker.wait_until_ready(seconds)
+
+
+async def test_what_is_final_comes_before_the_timeout(add: Any, client: tasklib.Client) -> None:
+    """Also with no time at all."""
+    done, late = add.submit_sync(1, 1), add.submit_sync(2, 2)
+    client.cancel_task(done)
+    sync, awaited = tasklib.as_completed_sync([done, late], timeout=0), tasklib.as_completed([done, late], timeout=0)
+    assert (next(sync).id, (await anext(awaited)).id) == (done, done)
+    with pytest.raises(tasklib.ResultTimeout, match=f"1 of the tasks.*{late}"):
+        next(sync)
+    with pytest.raises(tasklib.ResultTimeout, match=f"1 of the tasks.*{late}"):
+        await anext(awaited)
+
+
 async def test_who_gives_up_leaves_nothing_behind(add: Any) -> None:
     """Cancelled, or timed out: nobody is waiting any more."""
     handle = await add.submit_handle(1, 1)

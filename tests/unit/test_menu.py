@@ -53,3 +53,17 @@ def test_what_is_registered_later_is_served() -> None:
     assert menu.names() == ["served_job"]
     registry.clear()
     assert menu.names() == []
+
+
+def test_a_function_that_was_redefined_runs_as_what_it_is_now() -> None:
+    """A reload may make an async function of it."""
+    registry = Registry()
+    menu = Menu(registry, None, None)
+
+    def plain() -> None: ...
+
+    async def changed() -> None: ...
+
+    for function, is_coroutine in ((plain, False), (changed, True)):
+        registry._functions["served_job"] = tasklib.TaskFunction(function, name="served_job")
+        assert menu._kind("served_job")[1] is is_coroutine

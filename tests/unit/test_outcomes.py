@@ -210,6 +210,15 @@ def test_an_interruption_costs_nothing_and_forgives_nothing(began: bool, outcome
     )
 
 
+def test_free_runs_wait_longer_and_longer() -> None:
+    """The first few come at once: a failover is not the task's fault. A task that is its own cause must not spin."""
+    runs = [replace(RUNNING, attempt=2 + n, retry_count=2) for n in range(12)]
+    dues = [decide(each, Interrupted(began=True), NOW, RULES).due_at for each in runs]
+    assert dues == [None, None, None, *(after(seconds) for seconds in (1, 2, 4, 8, 16, 30, 30, 30, 30))]
+    for harmless in (Interrupted(began=True, may_repeat=False), Interrupted(began=True, ran=False)):
+        assert decide(runs[-1], harmless, NOW, RULES).due_at is None, "a stop of the worker, or it did not run at all"
+
+
 def test_what_must_not_run_twice_fails_when_it_is_interrupted() -> None:
     """Once it has begun; before that it goes back like any other."""
     settlement = decide(replace(RUNNING, on_crash="fail"), Interrupted(began=True), NOW, RULES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +83,56 @@ def test_a_reloaded_module_replaces_its_functions() -> None:
     exec(code, {"__name__": "app"})
     exec(code, {"__name__": "app"})
     assert "reloaded" in default_registry
+
+
+def test_an_edited_module_that_is_reloaded_replaces_its_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever line they stand on now; and so does one that is imported once more."""
+    path = tmp_path / "edited_app.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second version may be as old and as long as the first
+    path.write_text("import tasklib\n@tasklib.task\ndef edited(): return 1\n")
+    module = importlib.import_module("edited_app")
+    path.write_text("import tasklib\n# a line more\n@tasklib.task\ndef edited(): return 2\n")
+    importlib.reload(module)
+    assert default_registry.get("edited")() == 2
+    monkeypatch.delitem(sys.modules, "edited_app")
+    path.write_text("import tasklib\n# a line more\n# and another\n@tasklib.task\ndef edited(): return 3\n")
+    importlib.import_module("edited_app")
+    assert default_registry.get("edited")() == 3
+    monkeypatch.delitem(sys.modules, "edited_app")
+
+
+def test_an_edited_cell_of_a_notebook_replaces_its_functions() -> None:
+    """Each version of a cell has a file name of its own, and all share one namespace."""
+    notebook = {"__name__": "__main__"}
+    for version in (1, 2):
+        source = f"import tasklib\n{'# changed' * (version - 1)}\n\n@tasklib.task\ndef cell(): return {version}\n"
+        exec(compile(source, f"ipykernel_1/{version}.py", "exec"), notebook)
+    assert default_registry.get("cell")() == 2
+
+
+@pytest.mark.parametrize("decorator", ["", "@plain\n"])
+def test_a_name_that_is_used_twice_in_one_file_is_refused(decorator: str) -> None:
+    """The second would replace the first in silence. A decorator of the file's own hides neither."""
+    source = (
+        "import functools, tasklib\ndef plain(f):\n    @functools.wraps(f)\n    def g(): return f()\n    return g\n"
+        f"@tasklib.task\n{decorator}def twice(): ...\n@tasklib.task\n{decorator}def twice(): ...\n"
+    )
+    with pytest.raises(tasklib.InvalidTaskDefinition, match="two functions are called 'twice'"):
+        exec(compile(source, "twice.py", "exec"), {"__name__": "twice"})
+
+
+def test_an_argument_may_be_called_self() -> None:
+    """Where a function takes any keyword."""
+
+    @tasklib.task
+    def takes(**given: int) -> dict[str, int]:
+        return given
+
+    assert takes(self=1) == {"self": 1}
+    assert takes.new(self=1).kwargs == takes.options(queue="mail").new(self=1).kwargs == '{"self":1}'
 
 
 @pytest.mark.parametrize("parameter", ["priority", "tags", "queue", "delay_seconds", "connection"])
