@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -298,19 +298,19 @@ def test_a_database_that_is_slow_to_answer_makes_nobody_busy(
     config: tasklib.Config, client: tasklib.Client, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look that takes long is one look: else it would say anew that it sleeps, and look again, after every task."""
-    promote, disarm = claimer.Claimer._promote, Doorbell.disarm
+    claim, disarm = claimer.Claimer._claim, Doorbell.disarm
     taken_back: list[Doorbell] = []
 
-    def slowly(self: claimer.Claimer) -> bool:
+    def slowly(self: claimer.Claimer, *args: Any) -> Any:
         time.sleep(2 * claimer.BUSY_SECONDS)
-        return promote(self)
+        return claim(self, *args)
 
     def counted(self: Doorbell) -> None:
         if self.is_armed:
             taken_back.append(self)
         disarm(self)
 
-    monkeypatch.setattr(claimer.Claimer, "_promote", slowly)
+    monkeypatch.setattr(claimer.Claimer, "_claim", slowly)
     monkeypatch.setattr(Doorbell, "disarm", counted)
     tasklib.task(name="quick")(lambda: None)
     with running(config, concurrency=5, poll_interval_seconds=NEVER) as worker:
