@@ -246,11 +246,11 @@ def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
 
     def decide(said: Said) -> Fate:
         if "select name, setting from pg_settings" in said.sql:
-            stuck.wait(10)
+            stuck.wait(30)
         return "pass"
 
     with CuttingProxy(url, open_directory, decide) as to:
-        found = examine(tasklib.Config(to.url), seconds=1)
+        found = examine(tasklib.Config(to.url), seconds=3)
         stuck.set()
     assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
     assert "durability" in found[-1].summary
