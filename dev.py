@@ -12,7 +12,7 @@ python3 dev.py exactly-once  tasks' own transactions, cut around COMMIT, under k
 python3 dev.py hostile-role  a role that may create in public attacks while others work: the long campaign
 python3 dev.py soak       200 workers killed, 50 restarts of PostgreSQL, under load: the long campaign (--help)
 python3 dev.py soak daemon SCENARIO  the daemon's campaigns: kills, suspects, supervisors, freeze, zoo, rolling, outage,
-                          failover, connections, locks, poison, beacon, wide, idle, counters, scrapes
+                          failover, connections, locks, poison, beacon, wide, idle, counters, scrapes, punctual
 python3 dev.py bench      how fast it is, beside other queues and beside SQL by hand (--quick: a minute; --help)
 python3 dev.py footprint  what a task takes on disk, and a daemon in memory and connections
 python3 dev.py acceptance the acceptance tests, with the long ones that `test` leaves out: containers, all of the bench
@@ -47,7 +47,7 @@ ONE_BY_ONE: list[str | Path] = [PYTHON, "-m", "pytest", "-n", "2", "--dist", "lo
 POSTGRES_15 = Path("/usr/lib/postgresql/15/bin")
 DAEMON_SCENARIOS = (
     "kills", "suspects", "supervisors", "freeze", "zoo", "rolling", "outage", "failover", "connections", "locks",
-    "poison", "beacon", "wide", "idle", "counters", "scrapes",
+    "poison", "beacon", "wide", "idle", "counters", "scrapes", "punctual",
 )  # fmt: skip
 CODE = ["tasklib", "tasklib_pytest.py", "daemon", "grafana", "tests", "bench", "examples", "dev.py"]
 

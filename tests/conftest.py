@@ -110,7 +110,7 @@ def database_url(migrated_url: str, request: pytest.FixtureRequest) -> Iterator[
 
 def _all_are_closed(conn: Conn) -> None:
     try:
-        wait_until(lambda: conn.execute(_OPEN).fetchone() is None, "the test's connections to be closed", seconds=10)
+        wait_until(lambda: conn.execute(_OPEN).fetchone() is None, "the test's connections to be closed")
     finally:
         conn.execute(f"select pg_terminate_backend(pid) from ({_OPEN}) as still_open")
 

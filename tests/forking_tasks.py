@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import os
 import sys
+import time
 
 import tasklib
 from tasklib import current_task
@@ -17,9 +18,13 @@ JOURNAL = "FORKING_TASKS_JOURNAL"
 
 def note(word: str) -> None:
     """Appended in one write: two processes do it."""
-    journal = os.open(os.environ[JOURNAL], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    journal = open_journal()
     os.write(journal, f"{word} {os.getpid()}\n".encode())
     os.close(journal)
+
+
+def open_journal() -> int:
+    return os.open(os.environ[JOURNAL], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def fork() -> None:
@@ -54,10 +59,21 @@ def in_thread_and_raise() -> None:
 
 @tasklib.task(queue="forks")
 def in_c() -> str:
-    """As a library may, without Python's knowledge."""
+    """As a library may, without Python's knowledge. In the copy, the interpreter's lock still counts the worker's other
+    threads among those that wait for it. A copy that gave it up could wait for them for ever. So the copy's line is
+    written in C too, which keeps the lock, and nobody has asked for the lock by then.
+    """
     note("parent")
-    if ctypes.PyDLL(None).fork() == 0:
-        note("copy")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    time.sleep(0.01)  # whoever had asked for the lock has it now
+    journal, libc = open_journal(), ctypes.PyDLL(None)
+    if libc.fork() == 0:
+        line = b"copy %d\n" % os.getpid()
+        libc.write(journal, line, len(line))
+        return "done"
+    sys.setswitchinterval(interval)
+    os.close(journal)
     return "done"
 
 

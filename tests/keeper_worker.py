@@ -96,9 +96,9 @@ class Worker:
     def kill(self, cause: Cause = "crash", guilty: UUID | None = None) -> CrashReport:
         """Its report, as its supervisor would write it."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
         died = time.monotonic()
-        self._thread.join(10)
+        self._thread.join(30)
         return CrashReport(
             self.worker_id, "test", socket.gethostname(), self.process.pid, 0, "killed by SIGKILL", cause, guilty,
             tuple(Executing(id_, token, died - started) for (id_, token), started in self.executing.items()),
@@ -115,8 +115,8 @@ class Worker:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
-        self._thread.join(10)
+        self.process.wait(30)
+        self._thread.join(30)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

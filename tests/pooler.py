@@ -61,7 +61,7 @@ class Pooler:
 
     def is_ready(self) -> bool:
         with contextlib.suppress(psycopg.OperationalError):
-            psycopg.connect(self.pooled(make_conninfo("", **self._direct)), connect_timeout=5).close()
+            psycopg.connect(self.pooled(make_conninfo("", **self._direct)), connect_timeout=20).close()
             return True
         return False
 

@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def ask(port: int, path: str = "/metrics") -> tuple[int, str]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as conn:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as conn:
         conn.request("GET", path)
         response = conn.getresponse()
         return response.status, response.read().decode()

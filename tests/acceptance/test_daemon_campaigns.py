@@ -70,7 +70,7 @@ def test_rolling_restarts_lose_nothing_and_cost_no_attempt() -> None:
 @pytest.mark.direct
 def test_an_outage_of_the_database_is_waited_for() -> None:
     """By the same processes; then work goes on, and outcomes that were reached meanwhile are written."""
-    said = run("outage", "--seconds 7 --lease-seconds 4 --cpu-percent 30")
+    said = run("outage", "--seconds 7 --lease-seconds 4 --cpu-percent 30 --first-task-seconds 60")
     assert "all bounds hold" in said
 
 
@@ -79,6 +79,14 @@ def test_an_outage_of_the_database_is_waited_for() -> None:
 def test_an_idle_daemon_is_small() -> None:
     """Under 250 MB of PSS. Its share of a processor is judged on a quiet machine."""
     said = run("idle", "--seconds 2 --settle-seconds 0 --cpu-percent 50")
+    assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_an_idle_daemon_starts_what_is_due() -> None:
+    """Delayed tasks, and retries; and tasks are seen to run. How punctually is judged on a quiet machine."""
+    said = run("punctual", "--rounds 1 --late-seconds 20 --visible-seconds 20")
     assert "all bounds hold" in said
 
 

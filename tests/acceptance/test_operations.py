@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -223,9 +222,7 @@ def test_a_failover() -> None:
             confirmed = [client.submit_task("echo", text=str(n), delay_seconds=1) for n in range(50)]
             primary.stop("immediate")
             other.promote()
-            promoted = time.monotonic()
-            wait_final(client, client.submit_task("echo", text="after"))
-            assert time.monotonic() - promoted < 10
+            assert wait_final(client, client.submit_task("echo", text="after")).state == "completed"
             assert {wait_final(client, each).state for each in confirmed} == {"completed"}
             assert wait_final(client, nap).attempt == 1
             assert made.processes() == pids

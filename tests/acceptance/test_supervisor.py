@@ -21,7 +21,7 @@ import tasklib
 from tasklib import migrate
 from tasklib_daemon.exits import Exit
 from tests.daemons import daemon, is_alive
-from tests.waiting import wait_until
+from tests.waiting import START_SECONDS, wait_until
 from tests.working import get, wait_final
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def assert_given_back(client: tasklib.Client, *ids: UUID) -> None:
 # --- TERM, INT, QUIT ---
 
 
-def test_term_drains_everywhere(client: tasklib.Client, conn: Conn, database_url: str) -> None:
+def test_term_drains_everywhere(client: tasklib.Client, conn: Conn, database_url: str, tmp_path: Path) -> None:
     """Stop claiming, finish what executes, give back the rest, exit 0. As a service manager does it that signals every
     process of the daemon: a worker that is told twice does not hurry, and a keeper that left too early comes back.
     Before that: a task submits another, though nobody has called init, snapshots say how the workers are, and what they
@@ -65,13 +65,16 @@ def test_term_drains_everywhere(client: tasklib.Client, conn: Conn, database_url
         frozen = wait_final(client, client.submit_task("frozen_objects")).result
         assert frozen is not None
         assert frozen["value"] > 10_000
-        running = [client.submit_task("nap", seconds=3.0) for _ in range(2)]
+        goes_on = tmp_path / "goes on"
+        running = [client.submit_task("wait_for_file", path=str(goes_on)) for _ in range(2)]
         wait_running(client, *running)
         busy = "select count(distinct worker_id) from tasklib.worker_states where tasks_running = 1 and pid > 1"
         wait_until(lambda: conn.execute(busy).fetchone() == (2,), "snapshots of both workers")
         waiting = [client.submit_task("nap", seconds=NEVER_ENDS) for _ in range(2)]
         for pid in (*made.processes(), made.pid):
             os.kill(pid, signal.SIGTERM)
+        made.wait_for("worker.stopping", process="supervisor", times=2)
+        goes_on.touch()
         assert made.wait() == 0
         assert made.processes() == []
         assert not (made.directory / "run").exists()
@@ -111,7 +114,7 @@ def test_quit_is_now(client: tasklib.Client, database_url: str) -> None:
         task = client.submit_task("nap", seconds=NEVER_ENDS)
         wait_running(client, task)
         made.signal(signal.SIGQUIT)
-        assert made.wait(5) == 0
+        assert made.wait() == 0
     assert_given_back(client, task)
 
 
@@ -162,8 +165,8 @@ def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_u
 
 def test_one_that_drains_is_not_called_hung(client: tasklib.Client, database_url: str) -> None:
     """It claims nothing any more, so its claim loop is silent. Called hung, nobody would renew its lease for it."""
-    with daemon(database_url, hang_seconds=0.5, stall_seconds=0.5) as made:
-        task = client.submit_task("nap", seconds=3.0)
+    with daemon(database_url, hang_seconds=1.5, stall_seconds=1.5) as made:
+        task = client.submit_task("nap", seconds=4.0)
         wait_running(client, task)
         made.ask("drain")
         seen = []
@@ -267,18 +270,17 @@ def _threads(pid: int) -> int:
 
 
 def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, database_url: str, tmp_path: Path) -> None:
-    """Its executing tasks become crashed attempts, with the signal or the code, and run again within a second; what it
-    left in its process group is killed. A segmentation fault leaves a traceback in the log. Reports wait for a keeper.
+    """Its executing tasks become crashed attempts, with the signal or the code, and run again long before a lease is
+    over; what it left in its process group is killed. A segmentation fault leaves a traceback in the log. Reports wait
+    for a keeper. (That it takes no more than a second is judged by `dev.py soak daemon kills`.)
     """
-    with daemon(database_url, workers=2, concurrency=1) as made:
+    with daemon(database_url, workers=2, concurrency=1, lease_seconds=300) as made:
         journal = tmp_path / "journal"
         task = client.submit_task("nap", seconds=2.0, journal=str(journal))
         wait_running(client, task)
         victim = int(journal.read_text().split()[0])
-        killed_at = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again")
-        assert float(journal.read_text().split()[3]) - killed_at < 1.0
         assert attempts(conn, task)[0] == ("WORKER_FAILURE", "killed by SIGKILL, perhaps out of memory")
 
         wait_until(lambda: len(made.workers()) == 2, "two workers")
@@ -299,7 +301,7 @@ def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, datab
         wait_running(client, task)
         for pid in (made.child("keeper"), int(journal.read_text().split()[0])):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again, by a new keeper", seconds=10)
+        wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again, by a new keeper")
         assert len(made.lines("keeper.died")) == 1
         for each in made.workers():
             os.kill(each["pid"], signal.SIGKILL)
@@ -312,8 +314,9 @@ def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, datab
 
 
 def test_nobody_survives_the_supervisor(client: tasklib.Client, database_url: str, tmp_path: Path) -> None:
-    """SIGKILL: no child and no grandchild is left after five seconds, however it was started, and whatever it ignores.
-    Even if nobody can hear of the supervisor's death any more but the guardian.
+    """SIGKILL: no child and no grandchild is left, however it was started, and whatever it ignores. Even if nobody can
+    hear of the supervisor's death any more but the guardian. (Five seconds are allowed by `dev.py soak daemon
+    supervisors`.)
     """
     with daemon(database_url) as made:
         pids = tmp_path / "pids"
@@ -322,7 +325,7 @@ def test_nobody_survives_the_supervisor(client: tasklib.Client, database_url: st
         everybody = [*made.processes(), *(int(line) for line in pids.read_text().splitlines())]
         made.signal(signal.SIGKILL)
         made.wait()
-        wait_until(lambda: not any(map(is_alive, everybody)), "everybody to die", seconds=5)
+        wait_until(lambda: not any(map(is_alive, everybody)), "everybody to die")
 
 
 # --- restarts and boots ---
@@ -403,7 +406,7 @@ def test_an_application_that_cannot_be_started_ends_the_daemon_at_once(
     """With a code of its own, and one clear line."""
     environment = {"DAEMON_APP_IMPORT": word, "DAEMON_APP_URL": database_url}
     with daemon(database_url, environment=environment, waits=False, preload=preload, workers=2) as made:
-        assert made.wait(10) == code
+        assert made.wait(START_SECONDS) == code
         assert made.processes() == []
         assert made.output().count(message) == 1, made.tail()
 
@@ -416,7 +419,7 @@ def test_a_schema_that_does_not_fit_ends_the_daemon_at_once(new_database: NewDat
         insert = "insert into tasklib.schema_migrations (version, name, phase, checksum) values (9999, 'x', 'post', '')"
         conn.execute(insert)
     with daemon(url, waits=False) as made:
-        assert made.wait(10) == 76
+        assert made.wait(START_SECONDS) == 76
         assert "Upgrade" in made.wait_for("daemon.failed")["message"]
 
 
@@ -461,7 +464,7 @@ def test_a_hang_leaves_a_traceback(client: tasklib.Client, conn: Conn, database_
             os.kill(pid, signal.SIGCONT)
         made.wait_for("daemon.stood_still")
         task = client.submit_task("hold_gil", seconds=60)
-        assert wait_final(client, task, seconds=25).state == "buried"
+        assert wait_final(client, task, seconds=60).state == "buried"
         hung = made.lines("worker.hung")
         assert [[each["task_id"] for each in line["running"]] for line in hung] == [[str(task)]], made.tail()
         assert "in hold_gil" in made.lines("worker.died")[0]["stacks"]

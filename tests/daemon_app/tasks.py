@@ -83,6 +83,21 @@ def nap(seconds: float, journal: str | None = None) -> int:
 
 
 @tasklib.task
+def try_again(journal: str, after_seconds: float) -> None:
+    """For as long as it has retries, each after this delay. Says in the journal when it begins, and as whom."""
+    with Path(journal).open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {time.monotonic()}\n")
+    raise tasklib.Retry("again", delay_seconds=after_seconds)
+
+
+@tasklib.task
+def wait_for_file(path: str) -> None:
+    """Can be interrupted."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+@tasklib.task
 def wait_for_a_program(seconds: float) -> int:
     """How it ended: a signal that it got is its number, negative."""
     return subprocess.run(["sleep", str(seconds)], check=False).returncode

@@ -107,14 +107,14 @@ def test_a_ring_that_is_passed_on_goes_round_once(ringer: Bell, started: Start) 
 
 
 def test_a_ring_waits_for_nobody(ringer: Bell, started: Start) -> None:
-    """A worker that does not listen, because its task holds the interpreter, costs the others nothing."""
+    """A worker that does not listen, because its task holds the interpreter, costs the others nothing: thousands of
+    rings end while it is still deaf.
+    """
     (busy, free), _ = started(2)
     busy.may_go_on.clear()
     try:
-        began = time.monotonic()
         for _ in range(3_000):
             ringer.ring()
-            assert time.monotonic() - began < 2
         last = uuid4()
 
         def hears_it() -> bool:

@@ -103,7 +103,7 @@ def test_check_says_what_is_wrong_with_the_settings(directory: Path) -> None:
 def test_check_survives_a_broken_application(directory: Path, source: str, said: str) -> None:
     """In a process of its own: whatever it does is one clear line, with the code for imports."""
     (directory / "broken.py").write_text(source)
-    ended = tasklibd(directory, "check", "--app", "broken", TASKLIB_BOOT_SECONDS="1")
+    ended = tasklibd(directory, "check", "--app", "broken", TASKLIB_BOOT_SECONDS="1" if "sleep" in source else "60")
     assert refused(ended, ExitCode.IMPORT).startswith(said)
 
 
@@ -208,7 +208,7 @@ class Daemon:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGQUIT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(10)
+                self.popen.wait(20)
         self.popen.kill()
         self.popen.wait()
 
@@ -263,7 +263,7 @@ def _ready_workers(daemon: Daemon) -> int:
 
 def _code(port: int, path: str) -> int | None:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -165,7 +165,8 @@ def test_the_oldest_transaction_is_one_that_holds_up_our_vacuum(scene: Scene, co
     here = make_conninfo(conn.info.dsn, password=conn.info.password)
     with psycopg.connect(make_conninfo(here, dbname="postgres")) as elsewhere:
         wait_until(lambda: age(elsewhere) > 0.3)
-        assert scene.read()["database_oldest_transaction_age_seconds",] < 0.3
+        least = age(elsewhere)
+        assert scene.read()["database_oldest_transaction_age_seconds",] < least
     with psycopg.connect(here) as ours:
         wait_until(lambda: age(ours) > 0.3)
         assert scene.read()["database_oldest_transaction_age_seconds",] > 0.3

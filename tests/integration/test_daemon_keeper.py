@@ -104,7 +104,7 @@ class Kept:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(10)
+        self._thread.join(30)
         self.keeper.close()
 
 
@@ -145,25 +145,25 @@ def is_dead(conn: Conn, worker_id: str) -> bool:
 
 
 @pytest.mark.direct("listens, which no pooler lets it do")
-def test_a_killed_worker_is_recovered_within_a_second(
+def test_a_killed_worker_is_recovered_by_its_report(
     own: Callable[..., Settings], client: tasklib.Client, conn: Conn
 ) -> None:
-    """From SIGKILL to the next start of each task that was executing; who was only in the buffer loses nothing. The
-    suspects run alone, one after another, and nobody is buried.
+    """No lease runs out, and nobody polls. Each task that was executing starts again; who was only in the buffer loses
+    nothing. The suspects run alone, one after another, and nobody is buried.
     """
-    given = own()
+    given = own(lease_seconds=300)
     url = given.config().database_url
     with Kept(given) as kept:
         wait_until(lambda: kept.is_so(listening=True, elected=True), "the keeper to listen")
         tasks = client.submit_many([keeper_nap.new(60.0) for _ in range(4)])
-        with worker_process(url, concurrency=4, buffer_size=100, poll_interval_seconds=0.05) as worker:
+        options: dict[str, Any] = {"lease_seconds": 300, "concurrency": 4, "buffer_size": 100}
+        with worker_process(url, poll_interval_seconds=0.05, **options) as worker:
             wait_until(lambda: len(worker.executing) == 4, "four to execute")
-            with running(given.config(), poll_interval_seconds=30, duties=False) as spare:
+            with running(given.config(), poll_interval_seconds=60, duties=False) as spare:
                 spare.pause()
                 waiting = client.submit_many([keeper_nap.new(0.0) for _ in range(50)])
                 wait_until(lambda: get(client, waiting[-1]).state == "claimed", "the others to be held")
                 spare.resume()  # there is nothing for it yet
-                killed_at = time.monotonic()
                 report = worker.kill()
                 kept.keeper.hear([{"say": "died", "report": json.loads(json.dumps(report.to_json()))}])
 
@@ -171,14 +171,13 @@ def test_a_killed_worker_is_recovered_within_a_second(
                     again = ("running", spare.worker_id)
                     return any((task.state, task.worker_id) == again for task in map(client.get_task, tasks) if task)
 
-                wait_until(is_running_again, "one to run again", seconds=5)
-                assert time.monotonic() - killed_at < 1.0
+                wait_until(is_running_again, "one to run again")
                 for each in tasks:
                     client.cancel_task(each)
                 wait_until(lambda: all(tasklib.is_final(get(client, each)) for each in [*tasks, *waiting]), "the end")
         recovered = kept.of("recovered")[0]
         assert recovered["worker_id"] == report.worker_id
-        assert recovered["seconds"] < 1.0
+        assert recovered["seconds"] > 0
     assert {outcome for each in tasks for outcome in attempts(conn, each)[:1]} == {
         ("WORKER_FAILURE", True, "killed by SIGKILL")
     }
@@ -189,10 +188,10 @@ def test_a_killed_worker_is_recovered_within_a_second(
     assert claims_of(conn, report.worker_id) == 0
 
 
-def test_five_hundred_held_and_four_executing_take_one_report_and_a_second(
+def test_five_hundred_held_and_four_executing_take_a_few_statements(
     recoveries: Recoveries, config: tasklib.Config, client: tasklib.Client, conn: Conn
 ) -> None:
-    """Two of the four were marked, two had no time for it; twenty had ended, and were not written."""
+    """In one round. Two of the four were marked, two had no time for it; twenty had ended, and were not written."""
     client.submit_many([keeper_work.new(number) for number in range(524)])
     worker = ManualWorker(config, "w")
     claimed = worker.claim("keeper_work", limit=524)
@@ -200,9 +199,9 @@ def test_five_hundred_held_and_four_executing_take_one_report_and_a_second(
     worker.start(*executing[:2])
     worker.close()
     recoveries.add(report_of(worker, executing, done))
-    began = time.monotonic()
+    before = recoveries._session.answers
     recoveries.run_once()
-    assert time.monotonic() - began < 1.0
+    assert recoveries._session.answers - before < 10
     assert not recoveries.is_waiting
     for tasks, expected in (
         (executing, ("pending", True, 1, 1, True, "WORKER_FAILURE")),
@@ -267,13 +266,12 @@ def test_no_backend_of_somebody_else_is_ended(
     worker = ManualWorker(config, "w")
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(psycopg.connect(database_url, application_name="app", autocommit=True))
-        died = time.monotonic()
-        time.sleep(0.3)  # the question takes its time to the server: what is that young may be taken for older
+        now = time.monotonic()
         later = stack.enter_context(psycopg.connect(database_url, application_name="tasklib:claim", autocommit=True))
-        pids = (other.info.backend_pid, later.info.backend_pid)
-        recoveries.add(report_of(worker, backends=pids, died=died))
-        recoveries.run_once()
-        for each in (other, later):
+        # Long ago: the question takes its time to the server, and what is younger than that may be taken for older.
+        for each, died in ((other, now), (later, now - 60)):
+            recoveries.add(report_of(worker, backends=(each.info.backend_pid,), died=died))
+            recoveries.run_once()
             assert each.execute("select 1").fetchone() == (1,)
     assert is_dead(conn, worker.id)
     worker.close()
@@ -363,9 +361,9 @@ def test_reports_wait_for_the_database(
         wait_until(lambda: kept.is_so(database=True), "the keeper")
         with refusing(conn):
             kept.keeper.hear([{"say": "died", "report": report_of(worker, claimed).to_json()}])
-            wait_until(lambda: kept.is_so(database=False, listening=False), "the keeper to notice", seconds=15)
+            wait_until(lambda: kept.is_so(database=False, listening=False), "the keeper to notice")
             assert kept.keeper.is_recovering
-        wait_until(lambda: not kept.keeper.is_recovering, "the report to be dealt with", seconds=5)
+        wait_until(lambda: not kept.keeper.is_recovering, "the report to be dealt with")
     assert attempts(conn, task)[0][0] == "WORKER_FAILURE"
 
 
@@ -404,21 +402,34 @@ def test_the_leases_of_the_living_are_renewed_for_them(
     """A task that holds the interpreter's lock starves its worker's renewal. Not of one that hangs, not of one that is
     dead, and not once the supervisor has fallen silent.
     """
-    monkeypatch.setattr(keeper, "FRESH_SECONDS", 0.5)
-    given = own()
-    alive, hung = ManualWorker(given.config(), "alive"), ManualWorker(given.config(), "hung")
+    given = own(lease_seconds=300)
+    alive, hung, dead = (ManualWorker(given.config(), name) for name in ("alive", "hung", "dead"))
+    conn.execute("update tasklib.workers set died_at = now() where worker_id = %s", [dead.id])
     workers = [{"worker_id": alive.id, "pid": 1}, {"worker_id": hung.id, "pid": 2, "is_hung": True}]
-    workers.append({"worker_id": "", "pid": 3})  # it has no name yet
+    workers += [{"worker_id": dead.id, "pid": 3}, {"worker_id": "", "pid": 4}]  # the last has no name yet
+    run_low = "update tasklib.workers set lease_until = clock_timestamp() + interval '100 seconds'"
     with Kept(given) as kept:
-        until = time.monotonic() + 10
-        while not is_dead(conn, hung.id):
+        wait_until(lambda: kept.is_so(database=True), "the keeper")
+        duties: Any = kept.keeper._loops["duties"]
+
+        def look_soon() -> None:
+            duties.service._due.update(dict.fromkeys(duties.service._due, 0.0))
+            duties.wake()
+
+        def is_renewed() -> bool:
             kept.keeper.hear([{"say": "workers", "workers": workers}, {"say": "nonsense"}, {"say": "workers"}])
-            assert lease_seconds_left(conn, alive.id) > 0
-            assert time.monotonic() < until, "the one that hangs was not given up"
-            time.sleep(0.05)
-        assert not is_dead(conn, alive.id)
-        wait_until(lambda: is_dead(conn, alive.id), "the other too, once nobody says that it is alive")
-    for worker in (alive, hung):
+            look_soon()
+            return lease_seconds_left(conn, alive.id) > 100
+
+        conn.execute(run_low)
+        wait_until(is_renewed, "the renewal")
+        assert max(lease_seconds_left(conn, each.id) for each in (hung, dead)) < 100
+        monkeypatch.setattr(keeper, "FRESH_SECONDS", 0.0)
+        conn.execute(run_low)
+        rounds = duties.beats + 3
+        wait_until(lambda: look_soon() or duties.beats > rounds, "it to look again")
+        assert lease_seconds_left(conn, alive.id) < 100
+    for worker in (alive, hung, dead):
         worker.close()
 
 
@@ -447,12 +458,19 @@ def test_snapshots_say_how_the_workers_are(own: Callable[..., Settings], conn: C
     assert (row[15][:10], row[16]) == ("2026-01-01", "30.0")
 
 
+def asleep(conn: Conn) -> int:
+    """How many have said that they sleep."""
+    sql = "select count(*) from pg_locks where locktype = 'advisory' and objsubid = 2"
+    (count,) = conn.execute(sql).fetchone() or (0,)
+    return int(count)
+
+
 @pytest.mark.direct("listens, which no pooler lets it do")
 def test_it_wakes_its_siblings_and_hears_cancels_for_them(
     own: Callable[..., Settings], client: tasklib.Client, conn: Conn
 ) -> None:
     """A worker that does not listen, and polls once a minute, starts a new task at once, and stops a cancelled one."""
-    given = own(lease_seconds=60)  # it looks for cancels itself three times in a lease
+    given = own(lease_seconds=300)  # it looks for cancels itself three times in a lease
     with (
         Kept(given) as kept,
         running(given.config(), listen=False, duties=False, poll_interval_seconds=60) as worker,
@@ -463,15 +481,15 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
         worker.ring()  # it looks once more, and from then on inserts ring for it
         try:
             wait_until(lambda: kept.is_so(listening=True), "the keeper to listen")
-            time.sleep(0.3)  # its first looks are over
+            wait_until(lambda: asleep(conn) == 1, "its first looks to be over")
             task = client.submit_task("keeper_work")
-            wait_until(lambda: get(client, task).state == "completed", "it to be woken", seconds=3)
+            wait_until(lambda: get(client, task).state == "completed", "it to be woken")
             slow = client.submit_task("keeper_nap")
-            wait_until(lambda: get(client, slow).state == "running", "the slow one", seconds=3)
+            wait_until(lambda: get(client, slow).state == "running", "the slow one")
             conn.execute("select pg_notify('task_cancel', %s)", [str(slow)])  # anybody may say so
             conn.execute("select pg_notify('task_cancel', %s)", [str(task)])
             assert client.cancel_task(slow)
-            wait_until(lambda: get(client, slow).state == "cancelled", "it to stop", seconds=3)
+            wait_until(lambda: get(client, slow).state == "cancelled", "it to stop")
         finally:
             ear.stop()
         said = [each for each in kept.said if each["say"] == "cancel"]
@@ -482,7 +500,7 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
 @pytest.fixture
 def crowd(own: Callable[..., Settings], conn: Conn) -> Iterator[list[TaskWorker]]:
     """Five idle workers of one daemon, with two slots each, that poll once a minute; and its keeper."""
-    given = own()
+    given = own(lease_seconds=60)
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(Kept(given))
         wait_until(lambda: kept.is_so(listening=True), "the keeper to listen")
@@ -495,8 +513,7 @@ def crowd(own: Callable[..., Settings], conn: Conn) -> Iterator[list[TaskWorker]
             stack.callback(ear.stop)
             worker.ring()  # it looks once more, and from then on inserts ring for it
             workers.append(worker)
-        asleep = "select count(*) from pg_locks where locktype = 'advisory' and objsubid = 2"
-        wait_until(lambda: conn.execute(asleep).fetchone() == (5,), "all to be asleep")
+        wait_until(lambda: asleep(conn) == 5, "all to be asleep")
         yield workers
 
 
@@ -510,7 +527,7 @@ def test_a_task_wakes_one_worker(client: tasklib.Client, crowd: list[TaskWorker]
     before = looks(crowd)
     for _ in range(5):
         task = client.submit_task("keeper_work")
-        wait_until(lambda: get(client, task).state == "completed", "it to run", seconds=3)  # noqa: B023 - at once
+        wait_until(lambda: get(client, task).state == "completed", "it to run")  # noqa: B023 - at once
 
     def woken() -> list[int]:
         return [after - earlier for earlier, after in zip(before, looks(crowd), strict=True)]
@@ -548,7 +565,7 @@ def test_a_ring_goes_past_who_cannot_take_it(client: tasklib.Client, crowd: list
     full._crew.buffer.pause()  # no room, as far as its claimer can see
     for _ in range(10):
         task = client.submit_task("keeper_work")
-        wait_until(lambda: get(client, task).state == "completed", "it to run", seconds=3)  # noqa: B023 - at once
+        wait_until(lambda: get(client, task).state == "completed", "it to run")  # noqa: B023 - at once
 
 
 # --- what it does when elected ---
@@ -592,30 +609,24 @@ def test_names_that_nobody_serves_are_told(
 def test_a_vanished_daemon_is_taken_over_also_when_it_was_elected(
     own: Callable[..., Settings], client: tasklib.Client, conn: Conn
 ) -> None:
-    """Its worker and its keeper die in the same moment, without a word. The task runs again soon after the lease; the
-    next keeper is elected soon after the term, and has been connected for long enough to act.
+    """Its worker and its keeper die in the same moment, without a word: the next keeper is elected when the term is
+    over, and the task runs again when the lease is. How soon is judged by `dev.py soak daemon supervisors`.
     """
-    given = own()
+    given = own(lease_seconds=3)
     url = given.config().database_url
     with (
         keeper_process(given) as first,
-        worker_process(url, lease_seconds=LEASE_SECONDS, listen=False, duties=False) as worker,
+        worker_process(url, lease_seconds=3, listen=False, duties=False) as worker,
     ):
         first.wait_for(elected=True)
         task = client.submit_task("keeper_nap")
         wait_until(lambda: get(client, task).state == "running", "the task to run")
-        with Kept(given) as kept, worker_process(url, lease_seconds=LEASE_SECONDS, listen=False, duties=False) as other:
-            wait_until(lambda: kept.is_so(database=True), "the second keeper")
-            time.sleep(LEASE_SECONDS)  # both have been there for a while
-            assert kept.is_so(elected=False)
+        with Kept(given) as kept, worker_process(url, lease_seconds=3, listen=False, duties=False) as other:
+            wait_until(lambda: kept.is_so(database=True, elected=False), "the second keeper")
             os.kill(first.process.pid, signal.SIGKILL)
             worker.kill()
-            died = time.monotonic()
-            wait_until(lambda: kept.is_so(elected=True), "the second to be elected", seconds=5)
-            assert time.monotonic() - died < 0.6 + 1.5
-            wait_until(lambda: any(id_ == task for id_, _ in other.began), "the task to run again", seconds=10)
-            # In proportion: 20 s with a lease of 15 s.
-            assert time.monotonic() - died < LEASE_SECONDS + 2.5
+            wait_until(lambda: kept.is_so(elected=True), "the second to be elected")
+            wait_until(lambda: any(id_ == task for id_, _ in other.began), "the task to run again")
     assert attempts(conn, task) == [("WORKER_FAILURE", True, "its worker died: the lease ran out")]
 
 
@@ -652,7 +663,7 @@ class KeeperProcess:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
         self.channel.close()
 
 
@@ -663,6 +674,9 @@ def keeper_process(given: Settings) -> Iterator[KeeperProcess]:
         yield made
     finally:
         made.close()
+
+
+WAITS = "select waitstart from pg_locks where relation = 'tasklib.claims'::regclass and waitstart is not null"
 
 
 def test_it_deals_with_what_it_was_told_before_it_goes(
@@ -684,8 +698,9 @@ def test_it_deals_with_what_it_was_told_before_it_goes(
             holder.execute("lock table tasklib.claims")
             process.channel.send({"say": "died", "report": report_of(worker, claimed).to_json()})
             process.process.send_signal(signal.SIGTERM)
-            time.sleep(0.7)  # longer than it waits for a lock: it has to try again
-        assert process.process.wait(10) == 0
+            waits: set[Any] = set()
+            wait_until(lambda: waits.update(holder.execute(WAITS)) or len(waits) > 1, "a second try")
+        assert process.process.wait(30) == 0
     assert attempts(conn, task)[0][0] == "WORKER_FAILURE"
     assert conn.execute("select until <= clock_timestamp() from tasklib.elections").fetchone() == (True,)
     assert [each["say"] for each in process.said][:2] == ["ready", "state"]
@@ -697,7 +712,7 @@ def test_it_ends_with_its_supervisor(own: Callable[..., Settings]) -> None:
     with keeper_process(own()) as process:
         process.wait_for(database=True)
         process.channel.close()
-        assert process.process.wait(10) == 0
+        assert process.process.wait(30) == 0
 
 
 def test_a_schema_that_does_not_fit_is_an_error(own: Callable[..., Settings], conn: Conn) -> None:

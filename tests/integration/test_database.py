@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib import connection, embedded, migrate
+from tasklib.database import _Attempt
 from tests.proxy import CuttingProxy
 from tests.raw_sql import literal
 from tests.waiting import wait_until
@@ -129,16 +129,20 @@ async def test_a_client_that_is_forgotten_keeps_no_connection_beyond_its_loop(
     assert not [each for each in caplog.records if each.name == "asyncio"]
 
 
-def test_a_pool_of_dead_connections_costs_no_time(config: tasklib.Config, conn: Conn, task: Any) -> None:
-    """After a restart every idle connection is dead; the next call goes through them without waiting."""
+def test_a_pool_of_dead_connections_costs_no_time(
+    config: tasklib.Config, conn: Conn, task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart every idle connection is dead; the next call goes through them without a pause."""
     with tasklib.Client(config) as client, ThreadPoolExecutor(10) as pool:
         together = threading.Barrier(10)
         client.list_tasks()
         list(pool.map(lambda n: (together.wait(timeout=20), client.submit(task.new(n))), range(10)))
         conn.execute("select pg_terminate_backend(pid) from ours where application_name = 'tasklib'")
-        began = time.monotonic()
+        pauses: list[float] = []
+        pause_after = _Attempt.pause_after
+        monkeypatch.setattr(_Attempt, "pause_after", lambda *args: pauses.append(pause_after(*args)) or pauses[-1])
         client.submit(task.new(11))
-        assert time.monotonic() - began < 2
+        assert set(pauses) == {0.0}
 
 
 @pytest.mark.direct("sets options, which PgBouncer refuses")
@@ -213,10 +217,8 @@ def test_waiting_has_an_end(database_url: str, conn: Conn, task: Any) -> None:
     with tasklib.Client(config) as client, psycopg.connect(database_url) as holder:
         client.list_tasks()
         client.submit(new, connection=holder)
-        began = time.monotonic()
         with pytest.raises(tasklib.CommitUnknown, match="may have happened"):
             client.submit(task.options(idempotency_key="held").new(1))
-        assert time.monotonic() - began < 5
         holder.rollback()
 
 
@@ -242,10 +244,9 @@ def test_a_silent_server_does_not_hang_the_caller(database_url: str, conn: Conn,
     assert row is not None
     os.kill(row[0], signal.SIGSTOP)
     try:
-        began = time.monotonic()
         with pytest.raises(tasklib.DatabaseUnavailable) as gave_up:
             client.submit(task.new(1)) if is_change else client.list_tasks()
-        assert time.monotonic() - began < 5
+        assert isinstance(gave_up.value.__cause__, connection.DeadlinePassed)
         assert isinstance(gave_up.value, tasklib.CommitUnknown) is is_change
     finally:
         os.kill(row[0], signal.SIGCONT)
@@ -294,10 +295,9 @@ def cancel_waiting_for_standby(admin: Conn) -> bool:
 def test_a_wrong_url_fails_at_once_and_keeps_the_password(database_url: str, change: dict[str, str]) -> None:
     """Not after the deadline, not in psycopg's words, and without the secret."""
     url = make_conninfo(database_url, password="S3CR3T", **change)
-    began = time.monotonic()
     with tasklib.Client(tasklib.Config(url)) as client, pytest.raises(tasklib.DatabaseUnavailable) as refused:
         client.submit_task("a")
-    assert time.monotonic() - began < 5
+    assert str(refused.value).startswith("PostgreSQL cannot be reached"), "what the deadline ends has another message"
     assert "S3CR3T" not in str(refused.value)
 
 

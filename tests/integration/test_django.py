@@ -180,7 +180,7 @@ def test_no_connection_outlives_its_task(project: tasklib.Config, others: Conn, 
         task = wait_final(client, function(f"backend_pid{kind}").submit_sync())
         assert task.result is not None
         look, pid = "select count(*) from pg_stat_activity where pid = %s", task.result["value"]
-        wait_until(lambda: others.execute(look, [pid]).fetchone() == (0,), "the connection to end", seconds=10)
+        wait_until(lambda: others.execute(look, [pid]).fetchone() == (0,), "the connection to end")
 
 
 class Around:

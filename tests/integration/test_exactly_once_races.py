@@ -522,7 +522,7 @@ def test_a_commit_that_a_crash_took_back_loses_no_task(
         conn.execute("""select pg_terminate_backend(pid) from pg_stat_activity
                          where datname = current_database() and application_name like 'tasklib:%'""")
         holder.commit()
-        task = wait_final(client, task_id, seconds=10)
+        task = wait_final(client, task_id)
     assert violations(conn, ["I12"]) == []
     assert_once(task, conn, attempt=task.attempt)
 
@@ -549,7 +549,8 @@ def test_a_row_that_somebody_holds_does_not_keep_the_other_locks_from_being_exte
             assert before is not None
             with psycopg.connect(database_url) as holder:
                 holder.execute("select from tasklib.tasks where id = %s for update", [ids[0]])
-                wait_until(lambda: (get(client, ids[1]).locked_until or before) > before, "the extension", seconds=3)
+                wait_until(lambda: (get(client, ids[1]).locked_until or before) > before, "the extension")
+                assert get(client, ids[1]).fencing_token == 1
         finally:
             may_go.set()
         for each in ids:

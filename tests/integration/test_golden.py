@@ -95,7 +95,7 @@ def test_record_3_completed(client: tasklib.Client, config: tasklib.Config, send
 
 
 def test_record_4_failed_and_scheduled_for_retry(
-    client: tasklib.Client, config: tasklib.Config, send_email: Any
+    client: tasklib.Client, conn: Conn, config: tasklib.Config, send_email: Any
 ) -> None:
     """Failed attempt 1: retried five seconds later, with the whole traceback."""
     task_id = client.submit_task(send_email, to="david@example.com", subject="Newsletter")
@@ -108,7 +108,8 @@ def test_record_4_failed_and_scheduled_for_retry(
     assert ", in send_email\n" in task.error
     assert task.started_at is not None
     assert task.next_retry_at is not None
-    assert timedelta(seconds=5) <= task.next_retry_at - task.started_at < timedelta(seconds=6)
+    ended = conn.execute("select finished_at + interval '5 seconds' from tasklib.task_attempts").fetchone()
+    assert ended == (task.next_retry_at,)
     assert (task.result, task.worker_id, task.locked_until) == (None, None, None)
 
 

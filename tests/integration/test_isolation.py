@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -278,7 +277,7 @@ def test_a_timeout_ends_it_and_what_ignores_it_is_killed(
     assert files["politely"].read_text() == ("TimeoutInterrupt" if name == "overrun" else "cleaned up")
     left = [pid for how in ("blocked", *HARD) for pid in pids_in(files[how])]
     assert len(set(pids_in(files["bomb"]))) > 1  # how many of them, is a matter of speed
-    wait_until(lambda: all(is_gone(pid) for pid in left), "the end of all of them", seconds=5)
+    wait_until(lambda: all(is_gone(pid) for pid in left), "the end of all of them")
 
 
 def test_a_cancel_ends_it_and_what_ignores_it_is_killed(place: Place, tasks: ModuleType, tmp_path: Path) -> None:
@@ -294,13 +293,13 @@ def test_a_cancel_ends_it_and_what_ignores_it_is_killed(place: Place, tasks: Mod
     assert states.pop("stop when asked") in {"completed", "cancelled"}  # the interrupt may come first
     assert set(states.values()) == {"cancelled"}
     assert files["politely"].read_text() == "CancelInterrupt"
-    wait_until(lambda: all(is_gone(pid) for pid in left), "the end of all of them", seconds=5)
+    wait_until(lambda: all(is_gone(pid) for pid in left), "the end of all of them")
 
 
 def test_what_it_leaves_behind_goes_with_it(place: Place, tasks: ModuleType) -> None:
     """Its process group is killed when it ends, also when it has ended well."""
     pid = place.result(tasks.leave_a_child_behind)
-    wait_until(lambda: is_gone(pid), "the end of what it has started", seconds=5)
+    wait_until(lambda: is_gone(pid), "the end of what it has started")
 
 
 def test_who_kills_the_fork_server_is_a_suspect_and_the_next_one_takes_over(
@@ -318,7 +317,7 @@ def test_who_kills_the_fork_server_is_a_suspect_and_the_next_one_takes_over(
         assert (task.state, task.crash_count, task.retry_count) == ("completed", 1, 0)
         assert place.attempts(id_) == [("WORKER_FAILURE", "the fork server died under it"), ("COMPLETED", None)]
     assert place.server != server
-    wait_until(lambda: all(is_gone(pid) for pid in pids_in(told)), "the end of its first run", seconds=5)
+    wait_until(lambda: all(is_gone(pid) for pid in pids_in(told)), "the end of its first run")
 
 
 def test_a_fork_server_that_does_nothing_is_replaced(
@@ -343,18 +342,19 @@ def test_a_worker_that_stops_asks_then_interrupts_then_kills(
 ) -> None:
     """What looks at `should_stop` can end in the grace; the others are given back at no cost, and nothing is left."""
     files = {how: tmp_path / how for how in ("stop when asked", "politely", "in C")}
-    config = replace(config_of_all, timeout_delta_seconds=0.5)
+    config = replace(config_of_all, timeout_delta_seconds=1.0)
     with tasklib.Client(config) as client:
         endure = tasks.endure.options(queue="leaving")
         ids = {how: client.submit(endure.new(how, str(path))) for how, path in files.items()}
-        with running(config, concurrency=3, grace_seconds=0.5, queues=["leaving"]) as worker:
+        with running(config, concurrency=3, grace_seconds=60, queues=["leaving"]) as worker:
             wait_until(lambda: all(pids_in(path) for path in files.values()), "all of them to run")
             left = [pid for path in files.values() for pid in pids_in(path)]
             assert worker._crew is not None
             assert worker._crew.processes._server is not None
             left.append(worker._crew.processes._server._process.pid)
-            began = time.monotonic()
-        assert time.monotonic() - began < 5
+            worker.stop()
+            assert wait_final(client, ids["stop when asked"]).state == "completed"
+            worker.stop()  # the grace is over
         ended = {how: get(client, id_) for how, id_ in ids.items()}
         assert all(is_gone(pid) for pid in left)
         assert (ended["stop when asked"].result or {}).get("value") == "stopped when asked"
@@ -411,14 +411,14 @@ def test_processes_die_with_their_worker(config_of_all: tasklib.Config, tmp_path
         if server_too:
             os.kill(server, signal.SIGSTOP)  # so that it does nothing before its end
         process.kill()
-        process.wait(10)
+        process.wait(30)
         if server_too:
             os.kill(server, signal.SIGKILL)
         gone = (isolated, server) if server_too else (isolated, server, child)
-        wait_until(lambda: all(is_gone(pid) for pid in gone), "the end of all of them", seconds=5)
+        wait_until(lambda: all(is_gone(pid) for pid in gone), "the end of all of them")
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         for pid in (*pids_in(told), *pids_in(other)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,8 @@ import pytest
 
 import tasklib
 from tasklib import embedded
-from tasklib.worker import settler
+from tasklib.worker import loop, settler
+from tasklib.worker.session import Session
 from tests.proxy import CuttingProxy
 from tests.waiting import wait_until
 from tests.working import get, running, wait_final
@@ -89,22 +90,22 @@ def test_an_outcome_reached_during_an_outage_is_kept(server: Server, mode: str) 
 
 
 def test_an_outage_costs_no_cpu_and_ends_soon(server: Server) -> None:
-    """While the database is down a worker waits; within five seconds of its return the first task runs."""
+    """While the database is down a worker waits, with short pauses; when it is back, the first task runs. How soon is
+    judged by `dev.py soak daemon outage`.
+    """
     config = tasklib.Config(server.now.dsn)
     ran = threading.Event()
     tasklib.task(name="job")(ran.set)
     with tasklib.Client(config) as client, running(config):
         server.stop()
         used = time.process_time()
-        end = time.monotonic() + 4
-        wait_until(lambda: time.monotonic() > end, "the outage to last")
+        time.sleep(2)  # the outage lasts
         used = time.process_time() - used
         server.start()
-        back = time.monotonic()
         client.submit_task("job")
-        assert ran.wait(10)
-        assert time.monotonic() - back < 5
-    assert used < 0.4  # a tenth of a core, of which half is this test's own looking
+        assert ran.wait(20)
+    assert used < 0.2  # a tenth of a core
+    assert loop.LONGEST_PAUSE_SECONDS <= 2, "between two tries"
 
 
 def test_a_worker_waits_for_a_database_that_is_not_there_yet(server: Server) -> None:
@@ -227,8 +228,8 @@ def test_connections_cut_in_mid_statement(
 
 
 def test_locks_are_extended_while_a_task_runs(client: tasklib.Client, conn: Conn, database_url: str) -> None:
-    """A healthy long task is never reaped, though it runs for several times its lock."""
-    config = tasklib.Config(database_url, lease_seconds=0.6, lock_timeout_seconds=1)
+    """A healthy long task is never reaped, though it runs for longer than its lock."""
+    config = tasklib.Config(database_url, lease_seconds=2, lock_timeout_seconds=3)
     release = threading.Event()
     ran: list[int] = []
 
@@ -243,8 +244,8 @@ def test_locks_are_extended_while_a_task_runs(client: tasklib.Client, conn: Conn
         first = get(client, task_id).locked_until
         assert first is not None
         wait_until(lambda: (get(client, task_id).locked_until or first) > first, "the lock to be extended")
-        seen = time.monotonic() + 2
-        wait_until(lambda: time.monotonic() > seen, "two locks to pass")
+        passed = "select clock_timestamp() > %s + interval '1 second'"  # the reapers have looked meanwhile
+        wait_until(lambda: conn.execute(passed, [first]).fetchone() == (True,), "the first lock to pass")
         task = get(client, task_id)
         assert (task.state, task.fencing_token) == ("running", 1)
         release.set()
@@ -319,19 +320,30 @@ def test_an_end_that_waits_for_a_row_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
     hold: Callable[[int], list[Held]],
 ) -> None:
-    """It is tried again and again, and each time that would be a second in which nothing else is written."""
+    """It is tried again and again, and never waited for: each time that would be a second in which nothing else is
+    written.
+    """
     monkeypatch.setattr(settler, "BLOCKED_PAUSE_SECONDS", 0.1)
+    refused: list[str] = []
+    run = Session.run
+
+    def noting(self: Session, statement: Any) -> Any:
+        try:
+            return run(self, statement)
+        except psycopg.errors.LockNotAvailable:
+            refused.append(self._role)
+            raise
+
+    monkeypatch.setattr(Session, "run", noting)
     job = tasklib.task(name="job")(lambda: None)
     with running(config):
         (held,) = hold(1)
         held.released.set()
         wait_until(lambda: "finish.blocked" in caplog.text, "its end to be set aside")
-        waited: list[float] = []
+        before = refused.count("finish")
         while caplog.text.count("finish.blocked") < 7:
-            began = time.monotonic()
             wait_final(client, client.submit(job.new()))
-            waited.append(time.monotonic() - began)
-        assert sorted(waited)[-4] < 0.5, "each try cost who came then a second"
+        assert refused.count("finish") == before, "a try has waited for the row"
         held.give_free()
         wait_final(client, held.id)
 
@@ -390,7 +402,7 @@ def test_the_listener_comes_back(client: tasklib.Client, conn: Conn, config: tas
                     where datname = current_database() and application_name like '%:listen'"""
             )
             client.submit_task("job")
-            wait_until(lambda wanted=round_ + 1: len(ran) >= wanted, "the task to run", seconds=10)  # type: ignore[misc]
+            wait_until(lambda wanted=round_ + 1: len(ran) >= wanted, "the task to run")  # type: ignore[misc]
 
 
 def test_a_deaf_listener_is_told_of_and_polled_around(
@@ -409,7 +421,7 @@ def test_a_deaf_listener_is_told_of_and_polled_around(
         thread.start()
         wait_until(lambda: "listener.deaf" in caplog.text, "the warning")
         client.submit_task("job")
-        assert ran.wait(5)
+        assert ran.wait(20)
     worker.stop()
     thread.join(20)
     assert not thread.is_alive()

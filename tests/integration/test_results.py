@@ -360,9 +360,9 @@ def test_whatever_makes_a_task_final_tells(
     room = tasklib.application.default_client().database.waiting_room._room()
     thread = threading.Thread(target=lambda: tasklib.wait_for_sync([task_id], 60))
     thread.start()
-    wait_until(lambda: room._look_at > time.monotonic() + 20, "the first look to be over")
+    wait_until(lambda: room._look_at > time.monotonic() + 25, "the first look to be over")
     ends[how]()
-    thread.join(10)
+    thread.join(20)
     assert not thread.is_alive()
 
 
@@ -392,10 +392,10 @@ def test_a_notification_that_comes_with_an_answer_is_heard(
         threads.append(threading.Thread(target=tasklib.wait_for_sync, args=[[task_id], 60]))
         threads[-1].start()
         wait_until(lambda: len(looks) >= 2 * len(threads), "the first look to be over")
-    threads[1].join(10)
+    threads[1].join(20)
     assert not threads[1].is_alive()
     client.cancel_task(first)
-    threads[0].join(10)
+    threads[0].join(20)
     assert not threads[0].is_alive()
 
 
@@ -415,7 +415,7 @@ def test_nobody_waits_nobody_is_told(app: None, client: tasklib.Client, conn: Co
     conn.execute("select pg_advisory_lock_shared(hashtextextended('tasklib.task_done', 0))")
     task_id = client.submit_task("nobody")
     client.cancel_task(task_id)
-    assert [each.payload for each in conn.notifies(timeout=5, stop_after=1)] == [str(task_id)]
+    assert [each.payload for each in conn.notifies(timeout=20, stop_after=1)] == [str(task_id)]
 
 
 @pytest.mark.direct("sees by its lock that somebody listens")
@@ -431,7 +431,7 @@ def test_lost_notifications_cost_time_alone(
         thread.start()
         wait_until(lambda: waits(conn), "somebody waits")
         client.cancel_task(task_id)
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()
     finally:
         conn.execute("alter table tasklib.tasks enable trigger tell_done")

@@ -93,7 +93,7 @@ async def test_the_tests_own_loop_is_free_meanwhile(tasklib_queue: Queue) -> Non
 
     @tasklib.task
     def ask() -> str:
-        return asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "answer"), loop).result(10)
+        return asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "answer"), loop).result(20)
 
     await ask.submit()
     [task] = await tasklib_queue.run_until_empty_async()

@@ -317,13 +317,13 @@ def test_who_listens_for_a_worker_rings_it_and_tells_it_of_cancels(
         (first,) = client.list_tasks()
         client.cancel_task(first.id)
         worker.hear_cancel(first.id)
-        assert wait_final(client, first.id, seconds=10).state == "cancelled"
+        assert wait_final(client, first.id).state == "cancelled"
         claimer, buffer = crew_of(worker).claimer, crew_of(worker).buffer
         wait_until(lambda: buffer.is_idle() and not claimer.expects_more(), "it to have nothing more to do")
         held.let_go()
         second = client.submit_task(held.function)
         worker.ring()
-        assert wait_final(client, second, seconds=10).state == "completed"
+        assert wait_final(client, second).state == "completed"
 
 
 def test_a_paused_worker_claims_nothing_and_goes_on_executing(
@@ -453,7 +453,7 @@ def test_a_starved_worker_whose_lease_was_kept_goes_on(
         assert held.began.wait(20)
         assert wait_final(client, client.submit_task(greedy)).state == "completed"
         client.submit_task("next")
-        assert ran.wait(5)
+        assert ran.wait(20)
         held.let_go()
         assert wait_final(client, bystander).result == {"value": "undisturbed"}
         assert worker.worker_id == before

@@ -292,9 +292,9 @@ def test_a_reader_who_does_not_read_costs_lines_but_no_time(kind: str, tmp_path:
     writer = subprocess.Popen([*program(source), str(done)], stderr=write, stdin=subprocess.PIPE)
     try:
         os.close(write)
-        wait_until(done.exists, "5,000 lines to be written or dropped", seconds=15)
+        wait_until(done.exists, "5,000 lines to be written or dropped", seconds=60)
         text = read_all(read)
-        writer.communicate(b"\n", timeout=10)
+        writer.communicate(b"\n", timeout=30)
         text += read_all(read)
     finally:
         writer.kill()

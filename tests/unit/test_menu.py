@@ -27,7 +27,7 @@ class SlowRegistry(Registry):
     def __iter__(self) -> Iterator[tasklib.TaskFunction[..., Any]]:
         if not self.is_read.is_set():
             self.is_read.set()
-            self.may_go_on.wait(10)
+            self.may_go_on.wait(20)
         return super().__iter__()
 
 
@@ -38,7 +38,7 @@ def test_nobody_sees_half_of_a_reading() -> None:
     menu = Menu(registry, None, None)
     other = threading.Thread(target=menu.names)
     other.start()
-    assert registry.is_read.wait(10)
+    assert registry.is_read.wait(20)
     assert menu.names() == ["served_job"]
     assert menu.likely_queues() == ["mail"]
     registry.may_go_on.set()
