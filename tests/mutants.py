@@ -48,21 +48,27 @@ def copy_tree(target: Path) -> None:
             shutil.copy(source, target / name)
 
 
+def mutated(mutant: dict[str, Any], tree: Path) -> dict[Path, str]:
+    """The files without the guard."""
+    texts: dict[Path, str] = {}
+    for edit in mutant["edits"]:
+        path = tree / edit["file"]
+        text = texts.get(path) or path.read_text(encoding="utf-8")
+        count = text.count(edit["find"])
+        if count != 1:
+            raise SystemExit(f"{mutant['guard']}: {edit['find']!r} stands {count} times in {edit['file']}, not once")
+        texts[path] = text.replace(edit["find"], edit["replace"])
+    return texts
+
+
 @contextlib.contextmanager
 def applied(mutant: dict[str, Any], tree: Path) -> Iterator[None]:
-    """The guard is gone for the length of a `with` block. Compiled code goes with it: its date may not tell."""
-    originals: dict[Path, str] = {}
+    """The guard is gone for the length of a `with` block."""
+    changed = mutated(mutant, tree)
+    originals = {path: path.read_text(encoding="utf-8") for path in changed}
     try:
-        for edit in mutant["edits"]:
-            path = tree / edit["file"]
-            text = path.read_text(encoding="utf-8")
-            count = text.count(edit["find"])
-            if count != 1:
-                raise SystemExit(
-                    f"{mutant['guard']}: {edit['find']!r} stands {count} times in {edit['file']}, not once"
-                )
-            originals.setdefault(path, text)
-            write(path, text.replace(edit["find"], edit["replace"]))
+        for path, text in changed.items():
+            write(path, text)
         yield
     finally:
         for path, text in originals.items():
@@ -70,6 +76,7 @@ def applied(mutant: dict[str, Any], tree: Path) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
+    """Compiled code goes with the old text: its date may not tell that it is old."""
     path.write_text(text, encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
