@@ -48,7 +48,7 @@ class Task:
     crash_count: int
     suspect: bool
     store_result: bool
-    on_crash: str
+    on_crash: str | None  # None: as its function says, which a worker will ask
     progress: Any
     trace_headers: dict[str, str] | None
     resolved_at: datetime | None

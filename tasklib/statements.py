@@ -73,7 +73,7 @@ class Statements:
         }
 
     def submit(self, task: NewTask) -> Statement[TaskId]:
-        if task.parent_id is not None:
+        if task.parent_id is not None or not task.terms.knows_function:
             batch = self._submit_batch([task])
             return Statement(
                 batch.sql, batch.parameters, lambda rows: batch.read(rows).get(task.id.int, task.id), is_qualified=True
@@ -351,9 +351,8 @@ class WorkerStatements:
 
     def start(self, worker_id: str, started: Sequence[Started]) -> Statement[dict[UUID, bool]]:
         """Whether it was marked as running, for each that is the worker's. One was not if somebody has locked it."""
-        ids, tokens, times, are_contained = zip(*started, strict=True)
-        parameters = (worker_id, list(ids), list(tokens), list(times), list(are_contained))
-        return Statement(self._tasks["start"], parameters, dict)
+        columns = [list(column) for column in zip(*started, strict=True)]
+        return Statement(self._tasks["start"], (worker_id, *columns), dict)
 
     def note_progress(self, worker_id: str, said: Sequence[tuple[UUID, int, str]]) -> Statement[list[UUID]]:
         """Those that need not be told again. A row that somebody has locked is not among them."""
@@ -427,6 +426,9 @@ class WorkerStatements:
         )  # fmt: skip
         return Statement(self._workers["register"], parameters, _read_value)
 
+    def declare(self, functions: Sequence[Mapping[str, Any]]) -> Statement[None]:
+        return Statement(self._workers["declare"], (to_json(functions).decode(),), lambda _: None)
+
     def renew(self, worker_id: str, names: Sequence[str], *, stopping: bool) -> Statement[datetime | None]:
         """None: the worker was given up for dead."""
         return Statement(self._workers["renew"], (worker_id, self._lease_seconds, list(names), stopping), _read_value)
@@ -475,6 +477,7 @@ class Started(NamedTuple):
     token: int
     started_at: datetime
     is_contained: bool = False  # it has a process of its own
+    fails_on_crash: bool = False  # by its function or by who submitted it
 
 
 class Completions(NamedTuple):
