@@ -16,9 +16,9 @@ from pydantic_core import to_json
 from tasklib import arrays
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
-from tasklib.options import check_moment, check_text, check_whole, checked_options
+from tasklib.options import check_flag, check_moment, check_text, check_whole, checked_options
 from tasklib.outcomes import HeldTask, Settlement
-from tasklib.record import Task
+from tasklib.record import Attempt, Task
 from tasklib.sql import queries
 from tasklib.states import UNSUCCESSFUL, State
 from tasklib.strict_json import storable
@@ -58,6 +58,7 @@ class ListFilters(TypedDict, total=False):
     tags: Mapping[str, Any] | None  # tasks that have all of these
     created_after: datetime | None
     created_before: datetime | None
+    final: bool | None  # True: nothing more will happen to them by themselves; False: it will
     after: UUID | str | None  # the id of the last task of the page before
 
 
@@ -108,6 +109,15 @@ class Statements:
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
         return Statement(self._sql["get"], (as_uuid(task_id),), _read_one, is_change=False)
 
+    def attempts(self, task_id: UUID | str) -> Statement[list[Attempt]]:
+        return Statement(
+            self._sql["attempts"], (as_uuid(task_id),), lambda rows: [Attempt(*row) for row in rows], is_change=False
+        )
+
+    def ids_between(self, first: UUID, last: UUID) -> Statement[list[UUID]]:
+        """The first few of them."""
+        return Statement(self._sql["ids_between"], (first, last), _read_column, is_change=False)
+
     def final(self, task_ids: Sequence[UUID]) -> Statement[list[Task]]:
         """Those of them that are final."""
         return Statement(self._sql["final"], ([*task_ids],), _read_all, is_change=False)
@@ -129,7 +139,7 @@ class Statements:
         wanted = checked.get("state")
         parameters = (
             checked.get("after"), wanted, checked.get("name"), checked.get("queue"), checked.get("tags"),
-            checked.get("created_after"), checked.get("created_before"), _check_limit(limit),
+            checked.get("created_after"), checked.get("created_before"), _check_limit(limit), checked.get("final"),
         )  # fmt: skip
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
@@ -636,4 +646,5 @@ _FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
     "created_after": check_moment("created_after"),
     "created_before": check_moment("created_before"),
     "after": as_uuid,
+    "final": check_flag("final"),
 }

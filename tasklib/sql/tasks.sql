@@ -47,6 +47,20 @@ from tasklib.tasks
 where id = $1::uuid;
 
 
+-- Columns in the order of tasklib.record.Attempt.
+-- name: attempts
+select task_id, attempt, outcome, will_retry, started_at, finished_at, worker_id, worker_hostname, worker_process_name,
+       worker_pid, error_code, error_message, failed_reason, error, fencing_token
+from tasklib.task_attempts
+where task_id = $1::uuid
+order by attempt;
+
+
+-- For the beginning of an id: a range of the primary key. The limit is a literal, for the planner: see `list`.
+-- name: ids_between
+select id from tasklib.tasks where id >= $1::uuid and id <= $2::uuid order by id limit 6;
+
+
 -- Those of them that are final, for who waits.
 -- name: final
 select id, name, state, scheduled_at, started_at, completed_at, created_at, args, kwargs, result, error,
@@ -92,7 +106,8 @@ select * from (
            and ($4::text is null or queue = $4::text)
            and ($5::jsonb is null or tags @> $5::jsonb)
            and ($6::timestamptz is null or created_at >= $6::timestamptz)
-           and ($7::timestamptz is null or created_at < $7::timestamptz) then true else false end
+           and ($7::timestamptz is null or created_at < $7::timestamptz)
+           and ($9::boolean is null or (completed_at is not null) = $9::boolean) then true else false end
     order by id desc
     limit 10000
 ) as newest
@@ -118,7 +133,8 @@ select * from (
            and ($4::text is null or queue = $4::text)
            and ($5::jsonb is null or tags @> $5::jsonb)
            and ($6::timestamptz is null or created_at >= $6::timestamptz)
-           and ($7::timestamptz is null or created_at < $7::timestamptz) then true else false end
+           and ($7::timestamptz is null or created_at < $7::timestamptz)
+           and ($9::boolean is null or (completed_at is not null) = $9::boolean) then true else false end
     order by id desc
     limit 10000
 ) as newest
