@@ -8,10 +8,12 @@ if TYPE_CHECKING:
 __all__ = ["TaskWorker"]
 
 
-def __getattr__(name: str) -> Any:
-    """An application that registers hooks needs one module of this package, and not all of a worker."""
-    if name != "TaskWorker":
-        raise AttributeError(f"module 'tasklib.worker' has no attribute {name!r}")
-    from tasklib.worker.worker import TaskWorker  # noqa: PLC0415 - see above
+if not TYPE_CHECKING:
 
-    return TaskWorker
+    def __getattr__(name: str) -> Any:
+        """An application that registers hooks needs one module of this package, and not all of a worker."""
+        if name != "TaskWorker":
+            raise AttributeError(f"module 'tasklib.worker' has no attribute {name!r}")
+        from tasklib.worker.worker import TaskWorker  # noqa: PLC0415 - see above
+
+        return TaskWorker

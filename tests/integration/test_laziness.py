@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tasklib
+import tasklib.worker
 
 HEAVY = {"psycopg", "psycopg_pool", "pydantic", "structlog", "rich", "typer", "asyncio", "prometheus_client"}
 
@@ -68,10 +71,18 @@ def test_the_public_names_are_listed_alike() -> None:
     source = ast.parse(Path(tasklib.__file__).read_text(encoding="utf-8"))
     block = next(node for node in source.body if isinstance(node, ast.If))
     typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert typed == tasklib._MODULES  # type: ignore[attr-defined]  # made by the module itself
+    assert typed == tasklib._MODULES
     assert sorted(typed) == sorted(tasklib.__all__)
     assert all(getattr(tasklib, name) is not None for name in typed)
     assert set(tasklib.__all__) <= set(dir(tasklib))
+
+
+def test_a_name_that_is_not_there_is_an_error() -> None:
+    """Also for type checkers, which would let everything pass if they saw how names are found."""
+    with pytest.raises(AttributeError, match="no attribute 'submt'"):
+        tasklib.submt  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'TaskWorkr'"):
+        tasklib.worker.TaskWorkr  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_decorator_keeps_its_name() -> None:
