@@ -1,102 +1,116 @@
-"""A task queue for Python that needs nothing but PostgreSQL."""
+"""A task queue for Python that needs nothing but PostgreSQL.
 
-from tasklib.application import (
-    as_completed,
-    as_completed_sync,
-    backlog,
-    backlog_async,
-    cancel_task,
-    cancel_task_async,
-    close,
-    expire_tasks,
-    expire_tasks_async,
-    get_task,
-    get_task_async,
-    handle,
-    init,
-    list_tasks,
-    list_tasks_async,
-    queue_statistics,
-    queue_statistics_async,
-    retry_task,
-    retry_task_async,
-    submit_many,
-    submit_many_sync,
-    submit_task,
-    submit_task_sync,
-    task_statistics,
-    task_statistics_async,
-    wait_for,
-    wait_for_sync,
-)
-from tasklib.client import AsyncClient, Client
-from tasklib.config import Config
-from tasklib.current import CurrentTask, current_task, is_running_task
-from tasklib.errors import (
-    CommitUnknown,
-    DatabaseError,
-    DatabaseUnavailable,
-    EmbeddedPostgresError,
-    IdempotencyConflict,
-    InvalidArguments,
-    InvalidConfig,
-    InvalidOptions,
-    InvalidResult,
-    InvalidTaskDefinition,
-    NoCurrentTask,
-    NotInitialised,
-    ResultTimeout,
-    SchemaBusy,
-    SchemaChanged,
-    SchemaError,
-    SchemaMissing,
-    SchemaOutdated,
-    SchemaTooNew,
-    TaskBuried,
-    TaskCancelled,
-    TaskExpired,
-    TaskFailed,
-    TasklibError,
-    TaskNotFound,
-    TaskNotRegistered,
-)
-from tasklib.handles import Handle
-from tasklib.ids import TaskId
-from tasklib.options import OnCrash, SubmitOptions, TaskOptions
-from tasklib.outcomes import (
-    Cancel,
-    CancelInterrupt,
-    Fail,
-    Retry,
-    Snooze,
-    StopInterrupt,
-    TaskInterrupt,
-    TimeoutInterrupt,
-)
-from tasklib.record import (
-    Task,
-    is_buried,
-    is_cancelled,
-    is_completed,
-    is_expired,
-    is_failed,
-    is_final,
-    is_pending,
-    is_retrying,
-    is_running,
-)
-from tasklib.retry import Exponential, Fixed, Linear
-from tasklib.statements import ListFilters
-from tasklib.states import State
-from tasklib.statistics import QueueStatistics, TaskStatistics
-from tasklib.submission import NewTask
-from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
-from tasklib.version import __version__
-from tasklib.worker import TaskWorker
-from tasklib.worker.hooks import around_task, on_worker_start, on_worker_stop
+Each name is imported when it is first used: who submits does not wait for the worker, and nobody for what he does not
+use.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasklib.application import (
+        as_completed,
+        as_completed_sync,
+        backlog,
+        backlog_async,
+        cancel_task,
+        cancel_task_async,
+        close,
+        expire_tasks,
+        expire_tasks_async,
+        get_attempts,
+        get_attempts_async,
+        get_task,
+        get_task_async,
+        handle,
+        init,
+        list_tasks,
+        list_tasks_async,
+        queue_statistics,
+        queue_statistics_async,
+        retry_task,
+        retry_task_async,
+        submit_many,
+        submit_many_sync,
+        submit_task,
+        submit_task_sync,
+        task_statistics,
+        task_statistics_async,
+        wait_for,
+        wait_for_sync,
+    )
+    from tasklib.client import AsyncClient, Client
+    from tasklib.config import Config
+    from tasklib.current import CurrentTask, current_task, is_running_task
+    from tasklib.errors import (
+        CommitUnknown,
+        DatabaseError,
+        DatabaseUnavailable,
+        EmbeddedPostgresError,
+        IdempotencyConflict,
+        InvalidArguments,
+        InvalidConfig,
+        InvalidOptions,
+        InvalidResult,
+        InvalidTaskDefinition,
+        NoCurrentTask,
+        NotInitialised,
+        ResultTimeout,
+        SchemaBusy,
+        SchemaChanged,
+        SchemaError,
+        SchemaMissing,
+        SchemaOutdated,
+        SchemaTooNew,
+        TaskBuried,
+        TaskCancelled,
+        TaskExpired,
+        TaskFailed,
+        TasklibError,
+        TaskNotFound,
+        TaskNotRegistered,
+    )
+    from tasklib.handles import Handle
+    from tasklib.ids import TaskId
+    from tasklib.options import OnCrash, SubmitOptions, TaskOptions
+    from tasklib.outcomes import (
+        Cancel,
+        CancelInterrupt,
+        Fail,
+        Retry,
+        Snooze,
+        StopInterrupt,
+        TaskInterrupt,
+        TimeoutInterrupt,
+    )
+    from tasklib.record import (
+        Attempt,
+        Task,
+        is_buried,
+        is_cancelled,
+        is_completed,
+        is_expired,
+        is_failed,
+        is_final,
+        is_pending,
+        is_retrying,
+        is_running,
+    )
+    from tasklib.retry import Exponential, Fixed, Linear
+    from tasklib.statements import ListFilters
+    from tasklib.states import State
+    from tasklib.statistics import QueueStatistics, TaskStatistics
+    from tasklib.submission import NewTask
+    from tasklib.task import RegisteredTask, Submitter, TaskFunction, get_registered_tasks, task
+    from tasklib.version import __version__
+    from tasklib.worker import TaskWorker
+    from tasklib.worker.hooks import around_task, on_worker_start, on_worker_stop
 
 __all__ = [
     "AsyncClient",
+    "Attempt",
     "Cancel",
     "CancelInterrupt",
     "Client",
@@ -164,6 +178,8 @@ __all__ = [
     "current_task",
     "expire_tasks",
     "expire_tasks_async",
+    "get_attempts",
+    "get_attempts_async",
     "get_registered_tasks",
     "get_task",
     "get_task_async",
@@ -197,3 +213,65 @@ __all__ = [
     "wait_for",
     "wait_for_sync",
 ]
+
+# The same once more, for `__getattr__`; a test compares the three lists.
+_NAMES = {
+    "tasklib.application": (
+        "as_completed as_completed_sync backlog backlog_async cancel_task cancel_task_async close expire_tasks "
+        "expire_tasks_async get_attempts get_attempts_async get_task get_task_async handle init list_tasks "
+        "list_tasks_async queue_statistics "
+        "queue_statistics_async retry_task retry_task_async submit_many submit_many_sync submit_task submit_task_sync "
+        "task_statistics task_statistics_async wait_for wait_for_sync"
+    ),
+    "tasklib.client": "AsyncClient Client",
+    "tasklib.config": "Config",
+    "tasklib.current": "CurrentTask current_task is_running_task",
+    "tasklib.errors": (
+        "CommitUnknown DatabaseError DatabaseUnavailable EmbeddedPostgresError IdempotencyConflict InvalidArguments "
+        "InvalidConfig InvalidOptions InvalidResult InvalidTaskDefinition NoCurrentTask NotInitialised ResultTimeout "
+        "SchemaBusy SchemaChanged SchemaError SchemaMissing SchemaOutdated SchemaTooNew TaskBuried TaskCancelled "
+        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered"
+    ),
+    "tasklib.handles": "Handle",
+    "tasklib.ids": "TaskId",
+    "tasklib.options": "OnCrash SubmitOptions TaskOptions",
+    "tasklib.outcomes": "Cancel CancelInterrupt Fail Retry Snooze StopInterrupt TaskInterrupt TimeoutInterrupt",
+    "tasklib.record": (
+        "Attempt Task is_buried is_cancelled is_completed is_expired is_failed is_final is_pending is_retrying "
+        "is_running"
+    ),
+    "tasklib.retry": "Exponential Fixed Linear",
+    "tasklib.statements": "ListFilters",
+    "tasklib.states": "State",
+    "tasklib.statistics": "QueueStatistics TaskStatistics",
+    "tasklib.submission": "NewTask",
+    "tasklib.task": "RegisteredTask Submitter TaskFunction get_registered_tasks task",
+    "tasklib.version": "__version__",
+    "tasklib.worker": "TaskWorker",
+    "tasklib.worker.hooks": "around_task on_worker_start on_worker_stop",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # who checks types would take it for a sign that every name is there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'tasklib' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`tasklib.task` is the decorator. When Python imports the module of that name, it would put that in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "task" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

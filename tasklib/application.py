@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tasklib.client import AsyncClient, Client
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tasklib.client import Awaited, CancelAnswer
     from tasklib.ids import TaskId
     from tasklib.options import OnCrash
-    from tasklib.record import Task
+    from tasklib.record import Attempt, Task
     from tasklib.statements import ListFilters
     from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.submission import NewTask
@@ -42,6 +43,7 @@ def init(config: Config | None = None, *, connection: Callable[[], Any] | None =
     sync connection in whose transaction submits are that name none: a framework's own, for the thread that asks.
     """
     global _application  # noqa: PLW0603 - the one default of the module-level functions
+    import_module("tasklib.task")  # now, and not during the first submit; it imports this module
     config = Config.from_environment() if config is None else config
     client = Client(config, connection=connection)
     close()
@@ -163,10 +165,23 @@ async def get_task_async(task_id: UUID | str) -> Task | None:
     return await default_async_client().get_task(task_id)
 
 
+def get_attempts(task_id: UUID | str) -> list[Attempt]:
+    """Every execution of a task that has ended, from the first on, with its traceback. Empty: none has, or there is no
+    such task.
+    """
+    return default_client().get_attempts(task_id)
+
+
+async def get_attempts_async(task_id: UUID | str) -> list[Attempt]:
+    return await default_async_client().get_attempts(task_id)
+
+
 def list_tasks(
     state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
 ) -> list[Task]:
-    """Newest first. Filters: queue, tags, created_after, created_before; `after` (an id) asks for the next page."""
+    """Newest first. Filters: queue, tags, created_after, created_before, final; `after` (an id) asks for the next page.
+    `list_tasks("failed", final=True)` are those that gave up, `final=False` those that wait for a retry.
+    """
     return default_client().list_tasks(state, name, limit, **filters)
 
 

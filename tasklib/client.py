@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tasklib.ids import TaskId
     from tasklib.options import SubmitOptions
-    from tasklib.record import Task
+    from tasklib.record import Attempt, Task
     from tasklib.statements import ListFilters
     from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
@@ -79,10 +79,14 @@ class Client:
     def get_task(self, task_id: UUID | str) -> Task | None:
         return self.database.run(self._statements.get(task_id))[0]
 
+    def get_attempts(self, task_id: UUID | str) -> list[Attempt]:
+        """Every execution of a task that has ended, from the first on."""
+        return self.database.run(self._statements.attempts(task_id))[0]
+
     def list_tasks(
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
     ) -> list[Task]:
-        """Newest first. Filters: queue, tags, created_after, created_before; `after` asks for the next page."""
+        """Newest first. Filters: queue, tags, created_after, created_before, final; `after` asks for the next page."""
         return self.database.run(self._statements.list(state, name, limit, **filters))[0]
 
     @overload
@@ -206,6 +210,9 @@ class AsyncClient:
 
     async def get_task(self, task_id: UUID | str) -> Task | None:
         return (await self.database.run_async(self._statements.get(task_id)))[0]
+
+    async def get_attempts(self, task_id: UUID | str) -> list[Attempt]:
+        return (await self.database.run_async(self._statements.attempts(task_id)))[0]
 
     async def list_tasks(
         self, state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]

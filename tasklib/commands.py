@@ -11,55 +11,47 @@ import contextlib
 import os
 import sys
 import traceback
-from collections import Counter
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
 
 import typer
-from pydantic_core import to_json
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
-from tasklib import migrate as migrations
-from tasklib.client import Client
-from tasklib.config import Config
-from tasklib.doctor import (
-    CHECKS,
-    DEEP_CHECKS,
-    EXIT_CODES,
-    SECONDS,
-    UNKNOWN_EXIT_CODE,
-    Finding,
-    Severity,
-    examine,
-    worst,
+from tasklib.errors import (
+    DatabaseError,
+    InvalidArguments,
+    InvalidConfig,
+    InvalidOptions,
+    InvalidTaskDefinition,
+    TasklibError,
 )
-from tasklib.errors import InvalidArguments, InvalidConfig, TasklibError
-from tasklib.options import RESERVED_PARAMETERS
-from tasklib.record import Task, is_retrying
-from tasklib.registry import default_registry, discover
 from tasklib.states import State
-from tasklib.strict_json import parse_json
 from tasklib.version import __version__
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+# Each command imports what it needs, and `--help` nothing: a shell that completes a word, and a person who looks for an
+# option, do not wait for a database driver.
+# ruff: noqa: PLC0415
 
-    from tasklib.statistics import QueueStatistics, TaskStatistics
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tasklib.client import Client
+    from tasklib.record import Attempt
 
 app = typer.Typer(
     name="tasklib",
     help="Submit and inspect tasks. The database is the one that DATABASE_URL (or libpq's PG* variables) names.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
-SEVERITY_STYLES = {Severity.OK: "green", Severity.NOTE: "", Severity.WARNING: "yellow", Severity.CRITICAL: "red"}
-STATE_STYLES = {State.COMPLETED: "green", State.RUNNING: "cyan", State.FAILED: "red", State.BURIED: "red"}
+TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="The id, or as much of it as no other has.")]
+DOCTOR_SECONDS = 30.0  # a test compares it with the doctor's own
+NO_RIGHT = "42501"
 
 
 @app.callback(invoke_without_command=True)
@@ -76,7 +68,14 @@ def run() -> None:
         app()
     except TasklibError as error:
         print(f"tasklib: {error}", file=sys.stderr)  # noqa: T201 - this is the command's voice
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, InvalidOptions) else 1)
+
+
+def _client() -> Client:
+    from tasklib.client import Client
+    from tasklib.config import Config
+
+    return Client(Config.from_environment())
 
 
 @app.command()
@@ -88,6 +87,8 @@ def migrate(
     pre: Annotated[bool, typer.Option("--pre", help="Only what may run before the new version is rolled out.")] = False,
 ) -> None:
     """Create tasklib's schema, or bring it to this version."""
+    from tasklib import migrate as migrations
+
     raise typer.Exit(migrations.run_command(check_only=check, print_sql=sql, pre=pre))
 
 
@@ -112,10 +113,13 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit one task."""
+    from tasklib.registry import default_registry, discover
+
+    _check_name(name)
     values = _arguments(kwargs, arguments)
     if app_module is not None:
         discover([app_module])
-    with Client(Config.from_environment()) as client:
+    with _client() as client:
         task_id = client.submit_task(
             name if app_module is None else default_registry.get(name),
             queue=queue,
@@ -129,25 +133,25 @@ def submit(
             tags=_pairs(tag),
             **values,
         )
-    typer.echo(_json({"id": task_id, "existed": task_id.existed}) if as_json else task_id)
+    typer.echo(f'{{"id":"{task_id}","existed":{str(task_id.existed).lower()}}}' if as_json else task_id)
 
 
 @app.command()
 def cancel(
-    task_id: str,
+    task_id: TaskIdArgument,
     reason: Annotated[str | None, typer.Option(help="Kept with the task.")] = None,
 ) -> None:
     """Cancel a task: one that waits will not run, one that runs is asked to stop."""
-    with Client(Config.from_environment()) as client:
-        answer = client.cancel_task(task_id, reason)
+    with _client() as client:
+        answer = client.cancel_task(_whole_id(client, task_id), reason)
     _answer(answer, f"task {task_id} does not exist, or is final already")
 
 
 @app.command()
-def retry(task_id: str) -> None:
+def retry(task_id: TaskIdArgument) -> None:
     """Run a task again, now: one that is final, or that waits for its next attempt."""
-    with Client(Config.from_environment()) as client:
-        is_done = client.retry_task(task_id)
+    with _client() as client:
+        is_done = client.retry_task(_whole_id(client, task_id))
     _answer("retried" if is_done else None, f"task {task_id} does not exist, or is waiting or running already")
 
 
@@ -166,30 +170,82 @@ def list_(
     tag: Tags = None,
     limit: int = 20,
     after: Annotated[str | None, typer.Option(help="The last id of the page before.")] = None,
+    final: Annotated[
+        bool | None,
+        typer.Option(
+            "--final/--retrying", help="Only what is over; or only what failed and waits for its next attempt."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List tasks, newest first."""
-    with Client(Config.from_environment()) as client:
-        tasks = client.list_tasks(state, name, limit, queue=queue, tags=_pairs(tag) or None, after=after)
+    from tasklib import printing
+
+    if final is False:
+        state = _failed(state)
+    with _client() as client:
+        last = None if after is None else _whole_id(client, after)
+        tasks = client.list_tasks(state, name, limit, queue=queue, tags=_pairs(tag) or None, after=last, final=final)
     if as_json:
-        typer.echo(_json([task.to_dict() for task in tasks]))
+        typer.echo(printing.as_json([task.to_dict() for task in tasks]))
         return
-    _print(_tasks_table(tasks, now=datetime.now(UTC)))
+    printing.print_tasks(tasks, now=datetime.now(UTC))
     if len(tasks) == limit:
         typer.echo(f"next page: --after {tasks[-1].id}")
 
 
+def _failed(state: str | None) -> str:
+    if state not in (None, State.FAILED):
+        raise typer.BadParameter(f"--retrying are tasks that failed: it does not go with --state {state}")
+    return State.FAILED
+
+
 @app.command()
-def show(task_id: str, as_json: Json = False) -> None:
-    """Show everything about one task."""
-    with Client(Config.from_environment()) as client:
-        task = client.get_task(task_id)
+def show(task_id: TaskIdArgument, as_json: Json = False) -> None:
+    """Show everything about one task, and every attempt with its traceback."""
+    from tasklib import printing
+
+    with _client() as client:
+        whole_id = _whole_id(client, task_id)
+        task = client.get_task(whole_id)
+        attempts = _attempts(client, whole_id)
     if task is None:
         raise TasklibError(f"there is no task {task_id}")
     if as_json:
-        typer.echo(_json(task.to_dict()))
+        told = None if attempts is None else [each.to_dict() for each in attempts]
+        typer.echo(printing.as_json({**task.to_dict(), "attempts": told}))
     else:
-        _print(_task_table(task))
+        printing.print_task(task, attempts or [])
+
+
+def _attempts(client: Client, task_id: UUID) -> list[Attempt] | None:
+    """None: the role may read tasks, and not their attempts."""
+    try:
+        return client.get_attempts(task_id)
+    except DatabaseError as error:
+        if error.sqlstate != NO_RIGHT:
+            raise
+        schema = client.config.schema
+        typer.echo(f"tasklib: attempts are not shown: grant select on {schema}.task_attempts to this role", err=True)
+        return None
+
+
+def _whole_id(client: Client, text: str) -> UUID:
+    """Ids are told apart by the beginning that no other has; it is looked up as a range of the primary key."""
+    from tasklib.statements import Statements
+
+    digits = text.strip().lower().replace("-", "")
+    if not digits or len(digits) > 32 or not set(digits) <= set("0123456789abcdef"):  # noqa: PLR2004 - of a UUID
+        raise typer.BadParameter(f"{text!r} is not a task id, nor the beginning of one")
+    first, last = UUID(digits.ljust(32, "0")), UUID(digits.ljust(32, "f"))
+    if first == last:
+        return first
+    found = client.database.run(Statements(client.config).ids_between(first, last))[0]
+    if not found:
+        raise TasklibError(f"there is no task whose id begins with {text}")
+    if len(found) > 1:
+        raise InvalidOptions(f"several ids begin with {text}, such as {', '.join(map(str, found))}. Give more of it")
+    return found[0]
 
 
 @app.command()
@@ -198,38 +254,21 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Show how the queues are, and what became of tasks lately."""
-    with Client(Config.from_environment()) as client:
+    from tasklib import printing
+
+    with _client() as client:
         queues, tasks = client.queue_statistics(), client.task_statistics(window)
     if as_json:
-        typer.echo(_json({"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}))
-        return
-    _print(
-        _figures_table(
-            queues, ("queue", "ready", "scheduled", "retrying", "claimed", "running", "oldest_ready_age_seconds")
-        )
-    )
-    typer.echo(f"\nin the last {_duration(window)}:")
-    _print(_figures_table(tasks, (
-        "name", "attempts", "completed", "failed", "timed_out", "crashed", "per_second", "p50_seconds", "p95_seconds",
-        "p95_wait_seconds",
-    )))  # fmt: skip
-
-
-def _figures_table(rows: Iterable[QueueStatistics | TaskStatistics], columns: Sequence[str]) -> Table:
-    table = Table(*(column.replace("_", " ") for column in columns), box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*(_figure(getattr(row, column)) for column in columns))
-    return table
-
-
-def _figure(value: str | float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+        told = {"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}
+        typer.echo(printing.as_json(told))
+    else:
+        printing.print_statistics(queues, tasks, window)
 
 
 @app.command()
 def doctor(
     as_json: Json = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that all of it may take.")] = SECONDS,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that all of it may take.")] = DOCTOR_SECONDS,
     skip: Annotated[list[str] | None, typer.Option(help="A check to leave out; may be repeated.")] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also what reads whole tables.")] = False,
 ) -> None:
@@ -237,6 +276,11 @@ def doctor(
 
     Exit codes: 0 all is well, 1 a warning, 2 something critical, 3 there is nothing to look at.
     """
+    from tasklib.config import Config
+    from tasklib.doctor import CHECKS, DEEP_CHECKS, EXIT_CODES, UNKNOWN_EXIT_CODE, examine, worst
+    from tasklib.printing import as_json as to_json
+    from tasklib.printing import findings_text
+
     known = CHECKS | DEEP_CHECKS
     if unknown := [name for name in skip or () if name not in known]:
         raise typer.BadParameter(f"there is no check {', '.join(unknown)}; there are: {', '.join(known)}")
@@ -254,8 +298,9 @@ def doctor(
     severity = worst(found)
     findings = [each.to_dict() for each in found]
     told = {"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}
+    word = ("OK", "WARNING", "CRITICAL")[EXIT_CODES[severity]]
     with _whoever_reads_it():
-        typer.echo(_json(told) if as_json else _findings_text(found, severity))
+        typer.echo(to_json(told) if as_json else findings_text(found, severity, word))
     raise typer.Exit(EXIT_CODES[severity])
 
 
@@ -274,91 +319,13 @@ def _whoever_reads_it() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """On a terminal; what is printed in the end goes elsewhere, and to monitoring."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield lambda _: None
         return
-    with console.status("looking") as status:
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking") as status:
         yield lambda check: status.update(f"looking at {check}")
-
-
-def _findings_text(found: Sequence[Finding], severity: Severity) -> str:
-    """The first line says it all: monitoring systems show no other. Then the worst first."""
-    by_rank = sorted(found, key=lambda each: -each.severity.rank)
-    counts = Counter(each.severity for each in by_rank)
-    shown = ", ".join(f"{count} {each}{'s' * (count > 1 and each != Severity.OK)}" for each, count in counts.items())
-    word = ("OK", "WARNING", "CRITICAL")[EXIT_CODES[severity]]
-    first = f"{word}: {by_rank[0].check}: {_printable(by_rank[0].summary)}" if word != "OK" else word
-    console = Console(soft_wrap=True, highlight=False)
-    with console.capture() as text:
-        console.print(Text(f"{first} ({shown})", style=SEVERITY_STYLES[severity]))
-        for finding in by_rank:
-            line = Text(f"{finding.severity:<9}", style=SEVERITY_STYLES[finding.severity])
-            console.print(line + f"{finding.check:<15}{_printable(finding.summary)}")
-            if finding.remedy:
-                console.print(Text(f"{'':<24}-> {_printable(finding.remedy)}"))
-    return text.get().removesuffix("\n")
-
-
-def _tasks_table(tasks: Iterable[Task], *, now: datetime) -> Table:
-    whole_id = Column("id", no_wrap=True, min_width=36)
-    table = Table(
-        whole_id, "name", "state", "queue", "priority", "age", "attempt", "error", box=None, header_style="bold"
-    )
-    for task in tasks:
-        state = Text(_state_words(task, now), style=STATE_STYLES.get(task.state, ""))
-        error = _printable((task.error or "").split("\n", 1)[0])[:60]
-        age = _duration((now - task.created_at).total_seconds())
-        cells: list[str | Text] = [
-            str(task.id),
-            task.name,
-            state,
-            task.queue,
-            str(task.priority),
-            age,
-            str(task.attempt),
-            Text(error),
-        ]
-        table.add_row(*cells)
-    return table
-
-
-def _task_table(task: Task) -> Table:
-    table = Table(Column(), Column(overflow="fold"), box=None, show_header=False)
-    for field, value in task.to_dict().items():
-        if value is not None:
-            shown = value if isinstance(value, str) else _json(value).strip('"')
-            table.add_row(Text(field, style="bold"), Text("\n".join(map(_printable, shown.split("\n")))))
-    return table
-
-
-def _state_words(task: Task, now: datetime) -> str:
-    due = task.next_retry_at if is_retrying(task) else task.scheduled_at if task.state == State.PENDING else None
-    if due is not None and due > now:
-        return f"{'retry' if is_retrying(task) else task.state} in {_duration((due - now).total_seconds())}"
-    return str(task.state)
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= size:
-            return f"{seconds / size:.1f}{unit}"
-    return f"{max(seconds, 0):.1f}s"
-
-
-def _printable(text: str) -> str:
-    """Stored text may hold terminal control codes: they are shown, not obeyed."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def _print(table: Table) -> None:
-    # A pipe has no width: cells must not be cut there, whatever the default of 80 columns says.
-    console = Console()
-    console.print(table) if console.is_terminal else Console(width=400).print(table)
-
-
-def _json(value: Any) -> str:
-    return to_json(value, bytes_mode="hex").decode()
 
 
 def _moment(text: str | None) -> datetime | None:
@@ -372,15 +339,17 @@ def _arguments(kwargs: str | None, words: Iterable[str] | None) -> dict[str, Any
     whole, single = _object(kwargs), _pairs(words)
     if twice := sorted(whole.keys() & single.keys()):
         raise typer.BadParameter(f"{', '.join(twice)} is given twice")
+    from tasklib.options import RESERVED_PARAMETERS
+
     if options := sorted(RESERVED_PARAMETERS & (whole.keys() | single.keys())):
         raise typer.BadParameter(f"{', '.join(options)} is an option of submit, not an argument: see --help")
     return whole | single
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    value = {} if text is None else parse_json(text, "--kwargs")
+    value = {} if text is None else _parsed(text, "--kwargs")
     if not isinstance(value, dict):
-        raise InvalidArguments("--kwargs must be a JSON object")
+        raise typer.BadParameter("--kwargs must be a JSON object")
     return value
 
 
@@ -396,4 +365,22 @@ def _pair(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     if not equals or not key.rstrip(":"):
         raise typer.BadParameter(f"{word!r} is not KEY=VALUE or KEY:=JSON")
-    return (key[:-1], parse_json(value, key[:-1])) if key.endswith(":") else (key, value)
+    return (key[:-1], _parsed(value, key[:-1])) if key.endswith(":") else (key, value)
+
+
+def _parsed(text: str, what: str) -> Any:
+    from tasklib.strict_json import parse_json
+
+    try:
+        return parse_json(text, what)
+    except InvalidArguments as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check_name(name: str) -> None:
+    from tasklib.names import check_task_name
+
+    try:
+        check_task_name(name)
+    except InvalidTaskDefinition as error:
+        raise typer.BadParameter(str(error).removesuffix(' Give one with @task(name="...").')) from None

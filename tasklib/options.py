@@ -148,10 +148,13 @@ def _check_tags(tags: Any) -> str:
     return encode_untyped("tags", (), tags, max_bytes=MAX_TAG_BYTES).kwargs
 
 
-def _check_store_result(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidOptions(f"store_result must be True or False, got {value!r}")
-    return value
+def check_flag(name: str) -> Callable[[Any], bool]:
+    def checked(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise InvalidOptions(f"{name} must be True or False, got {value!r}")
+        return value
+
+    return checked
 
 
 def _check_on_crash(value: Any) -> str:
@@ -207,6 +210,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "timeout_seconds": _check_timeout,
     "tags": _check_tags,
     "idempotency_key": check_text("idempotency_key", lambda key: check_key(key, "idempotency_key")),
-    "store_result": _check_store_result,
+    "store_result": check_flag("store_result"),
     "on_crash": _check_on_crash,
 }

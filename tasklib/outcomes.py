@@ -179,7 +179,7 @@ class HeldTask(NamedTuple):
     crash_count: int
     strikes: int
     suspect: bool
-    on_crash: str
+    on_crash: str | None  # None: as its function says
     timeout_seconds: float | None
     claimed_at: datetime
     started_at: datetime | None

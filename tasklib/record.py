@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
+    from tasklib.outcomes import AttemptOutcome
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -48,7 +50,7 @@ class Task:
     crash_count: int
     suspect: bool
     store_result: bool
-    on_crash: str
+    on_crash: str | None  # None: as its function says, which a worker will ask
     progress: Any
     trace_headers: dict[str, str] | None
     resolved_at: datetime | None
@@ -66,6 +68,30 @@ class Task:
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Task:
         return cls(row[0], row[1], State(row[2]), *row[3:])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One row of the view `task_attempts`: one execution of a task that has ended."""
+
+    task_id: UUID
+    attempt: int  # from 1
+    outcome: AttemptOutcome
+    will_retry: bool  # the task went on after it
+    started_at: datetime
+    finished_at: datetime
+    worker_id: str
+    worker_hostname: str | None
+    worker_process_name: str | None
+    worker_pid: int | None
+    error_code: str | None
+    error_message: str | None
+    failed_reason: str | None  # of a crash: what is known of it
+    error: str | None  # with the traceback
+    fencing_token: int
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

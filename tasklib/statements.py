@@ -16,9 +16,9 @@ from pydantic_core import to_json
 from tasklib import arrays
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
-from tasklib.options import check_moment, check_text, check_whole, checked_options
+from tasklib.options import check_flag, check_moment, check_text, check_whole, checked_options
 from tasklib.outcomes import HeldTask, Settlement
-from tasklib.record import Task
+from tasklib.record import Attempt, Task
 from tasklib.sql import queries
 from tasklib.states import UNSUCCESSFUL, State
 from tasklib.strict_json import storable
@@ -58,6 +58,7 @@ class ListFilters(TypedDict, total=False):
     tags: Mapping[str, Any] | None  # tasks that have all of these
     created_after: datetime | None
     created_before: datetime | None
+    final: bool | None  # True: nothing more will happen to them by themselves; False: it will
     after: UUID | str | None  # the id of the last task of the page before
 
 
@@ -73,7 +74,7 @@ class Statements:
         }
 
     def submit(self, task: NewTask) -> Statement[TaskId]:
-        if task.parent_id is not None:
+        if task.parent_id is not None or not task.terms.knows_function:
             batch = self._submit_batch([task])
             return Statement(
                 batch.sql, batch.parameters, lambda rows: batch.read(rows).get(task.id.int, task.id), is_qualified=True
@@ -108,6 +109,15 @@ class Statements:
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
         return Statement(self._sql["get"], (as_uuid(task_id),), _read_one, is_change=False)
 
+    def attempts(self, task_id: UUID | str) -> Statement[list[Attempt]]:
+        return Statement(
+            self._sql["attempts"], (as_uuid(task_id),), lambda rows: [Attempt(*row) for row in rows], is_change=False
+        )
+
+    def ids_between(self, first: UUID, last: UUID) -> Statement[list[UUID]]:
+        """The first few of them."""
+        return Statement(self._sql["ids_between"], (first, last), _read_column, is_change=False)
+
     def final(self, task_ids: Sequence[UUID]) -> Statement[list[Task]]:
         """Those of them that are final."""
         return Statement(self._sql["final"], ([*task_ids],), _read_all, is_change=False)
@@ -129,7 +139,7 @@ class Statements:
         wanted = checked.get("state")
         parameters = (
             checked.get("after"), wanted, checked.get("name"), checked.get("queue"), checked.get("tags"),
-            checked.get("created_after"), checked.get("created_before"), _check_limit(limit),
+            checked.get("created_after"), checked.get("created_before"), _check_limit(limit), checked.get("final"),
         )  # fmt: skip
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
@@ -351,9 +361,8 @@ class WorkerStatements:
 
     def start(self, worker_id: str, started: Sequence[Started]) -> Statement[dict[UUID, bool]]:
         """Whether it was marked as running, for each that is the worker's. One was not if somebody has locked it."""
-        ids, tokens, times, are_contained = zip(*started, strict=True)
-        parameters = (worker_id, list(ids), list(tokens), list(times), list(are_contained))
-        return Statement(self._tasks["start"], parameters, dict)
+        columns = [list(column) for column in zip(*started, strict=True)]
+        return Statement(self._tasks["start"], (worker_id, *columns), dict)
 
     def note_progress(self, worker_id: str, said: Sequence[tuple[UUID, int, str]]) -> Statement[list[UUID]]:
         """Those that need not be told again. A row that somebody has locked is not among them."""
@@ -427,6 +436,9 @@ class WorkerStatements:
         )  # fmt: skip
         return Statement(self._workers["register"], parameters, _read_value)
 
+    def declare(self, functions: Sequence[Mapping[str, Any]]) -> Statement[None]:
+        return Statement(self._workers["declare"], (to_json(functions).decode(),), lambda _: None)
+
     def renew(self, worker_id: str, names: Sequence[str], *, stopping: bool) -> Statement[datetime | None]:
         """None: the worker was given up for dead."""
         return Statement(self._workers["renew"], (worker_id, self._lease_seconds, list(names), stopping), _read_value)
@@ -475,6 +487,7 @@ class Started(NamedTuple):
     token: int
     started_at: datetime
     is_contained: bool = False  # it has a process of its own
+    fails_on_crash: bool = False  # by its function or by who submitted it
 
 
 class Completions(NamedTuple):
@@ -633,4 +646,5 @@ _FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
     "created_after": check_moment("created_after"),
     "created_before": check_moment("created_before"),
     "after": as_uuid,
+    "final": check_flag("final"),
 }

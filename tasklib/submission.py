@@ -11,7 +11,7 @@ from tasklib.arguments import encode_untyped
 from tasklib.current import current_task_id
 from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
-from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, TaskOptions, checked_options
+from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, checked_options
 from tasklib.strict_json import LARGEST_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
     from tasklib.task import TaskFunction
 
-_BY_NAME_ALONE = TaskOptions()
-
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What a submit says besides the arguments, with the task function's defaults filled in.
 
-    Many tasks share one: it is checked once, and written as JSON once a batch. None means: as the Config says.
+    Many tasks share one: it is checked once, and written as JSON once a batch. None means: as the Config says; of
+    `on_crash`, as the function says that runs it. If the function is not known here, None of any option means: as the
+    workers that have the function say.
     """
 
-    queue: str
-    priority: int
+    knows_function: bool
+    queue: str | None
+    priority: int | None
     delay_seconds: float
     scheduled_at: datetime | None
     expires_at: datetime | None
@@ -40,8 +41,8 @@ class Terms:
     timeout_seconds: float | None
     tags: str  # JSON text
     idempotency_key: str | None
-    store_result: bool
-    on_crash: OnCrash
+    store_result: bool | None
+    on_crash: OnCrash | None
 
     def value(self, option: str, defaults: Mapping[str, Any]) -> Any:
         said = getattr(self, option)
@@ -49,20 +50,30 @@ class Terms:
 
     def is_plain(self, defaults: Mapping[str, Any]) -> bool:
         """It says nothing but its queue."""
-        return self.tags == "{}" and all(
-            self.value(option, defaults) == sql_default
-            for option, sql_default in _SQL_DEFAULTS.items()
-            if option != "queue"
+        return (
+            self.knows_function
+            and self.tags == "{}"
+            and all(
+                self.value(option, defaults) == sql_default
+                for option, sql_default in _SQL_DEFAULTS.items()
+                if option != "queue"
+            )
         )
 
     def to_json(self, defaults: Mapping[str, Any]) -> str:
         """As members of one element of what tasklib.submit_many takes; what equals its own default is left out."""
         tags = "" if self.tags == "{}" else f',"tags":{self.tags}'
-        return tags + "".join(
-            f',"{option}":{to_json(value).decode()}'
-            for option, sql_default in _SQL_DEFAULTS.items()
-            if (value := self.value(option, defaults)) != sql_default
-        )
+        if not self.knows_function:
+            return tags + _members(self.given()) + _otherwise(defaults)
+        values = {option: self.value(option, defaults) for option in _SQL_DEFAULTS}
+        return tags + ',"resolved":true' + _members(_beside(values))
+
+    def given(self) -> dict[str, Any]:
+        """For a function that is not known here: what was said, and nothing else."""
+        options = {option: getattr(self, option) for option in _SQL_DEFAULTS}
+        return {
+            option: value for option, value in options.items() if value is not None and (option, value) != _NO_DELAY
+        }
 
 
 class NewTask(NamedTuple):
@@ -94,8 +105,24 @@ _SQL_DEFAULTS = {
     "timeout_seconds": None,
     "idempotency_key": None,
     "store_result": True,
-    "on_crash": "retry",
+    "on_crash": None,
 }
+_NO_DELAY = ("delay_seconds", 0.0)
+
+
+def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that differ from the defaults of the database."""
+    return {option: value for option, value in values.items() if value != _SQL_DEFAULTS[option]}
+
+
+def _members(values: Mapping[str, Any]) -> str:
+    return "".join(f',"{option}":{to_json(value).decode()}' for option, value in values.items())
+
+
+def _otherwise(defaults: Mapping[str, Any]) -> str:
+    """What the Config says, for a name that no worker has served yet."""
+    differing = _beside(defaults)
+    return f',"otherwise":{to_json(differing).decode()}' if differing else ""
 
 
 def new_task(
@@ -116,18 +143,33 @@ def new_task(
 
 
 def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Terms:
-    given = checked_options(options)
-    own = _BY_NAME_ALONE if isinstance(task, str) else task.task_options
+    given = {**_options_of(task), **checked_options(options)}
     return Terms(
-        queue=given.get("queue", own.queue),
-        priority=given.get("priority", own.priority),
+        knows_function=not isinstance(task, str),
+        queue=given.get("queue"),
+        priority=given.get("priority"),
         delay_seconds=given.get("delay_seconds", 0.0),
         scheduled_at=given.get("scheduled_at"),
         expires_at=given.get("expires_at"),
-        max_retries=given.get("max_retries", own.max_retries),
-        timeout_seconds=given.get("timeout_seconds", own.timeout_seconds),
+        max_retries=given.get("max_retries"),
+        timeout_seconds=given.get("timeout_seconds"),
         tags=given.get("tags", "{}"),
         idempotency_key=given.get("idempotency_key"),
-        store_result=given.get("store_result", own.store_result),
-        on_crash=given.get("on_crash", own.on_crash),
+        store_result=given.get("store_result"),
+        on_crash=given.get("on_crash"),
     )
+
+
+def _options_of(task: TaskFunction[..., Any] | str) -> dict[str, Any]:
+    """`on_crash="retry"` is left to the worker: should its version of the function say "fail", that holds."""
+    if isinstance(task, str):
+        return {}
+    own = task.task_options
+    return {
+        "queue": own.queue,
+        "priority": own.priority,
+        "max_retries": own.max_retries,
+        "timeout_seconds": own.timeout_seconds,
+        "store_result": own.store_result,
+        "on_crash": None if own.on_crash == "retry" else own.on_crash,
+    }

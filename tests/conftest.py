@@ -100,7 +100,7 @@ def migrated_url(new_database: NewDatabase) -> str:
 def database_url(migrated_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """A migrated database with no tasks in it. A test that leaves a connection open in it fails, not the one after."""
     with psycopg.connect(migrated_url, autocommit=True) as conn:
-        for table in ("tasks", "claims", "workers", "elections", "worker_states", "task_rollups"):
+        for table in ("tasks", "claims", "workers", "elections", "worker_states", "task_rollups", "task_functions"):
             conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
     yield migrated_url
     if not os.environ.get("TASKLIB_TEST_POOLER") and "pooler" not in request.fixturenames:

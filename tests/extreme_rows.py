@@ -53,7 +53,7 @@ EXTREMES: dict[str, list[str]] = {
         ["priority", "retry_count", "max_retries", "attempt", "crash_count", "strikes", "pending_parents"], INTEGERS
     ),
     "fencing_token": ["1", "4611686018427387903", "4611686018427387904", "9223372036854775806", "9223372036854775807"],
-    "timeout_seconds": ["5e-324", "3153600000", "3153600001", "1e15", "1e300", "1e308", "'NaN'", "'infinity'"],
+    "timeout_seconds": ["5e-324", "3153600000", "3153600001", "1e15", "1e300", "1e308", "'infinity'", "'NaN'"],
     **dict.fromkeys(["suspect", "store_result"], BOOLEANS),
     "on_crash": ["'fail'"],
     **dict.fromkeys(["queue", "name", "serial_key", "idempotency_key"], TEXTS),

@@ -86,7 +86,8 @@ begin
     end loop;
     for each in
         select * from unnest(array['tasks', 'attempts', 'task_attempts', 'folded_attempts', 'heartbeats', 'workers',
-                                   'claims', 'elections', 'worker_states', 'task_rollups', 'schema_migrations']) as relname
+                                   'claims', 'elections', 'worker_states', 'task_rollups',
+                                   'task_functions', 'schema_migrations']) as relname
     loop
         perform public.attempt(format('create view public.%I as select public.witness(%L)', each.relname, 'relation ' || each.relname));
         perform public.attempt(format('grant select on public.%I to public', each.relname));

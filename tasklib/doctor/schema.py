@@ -30,6 +30,7 @@ TABLE_RIGHTS = {
     "elections": ("select", "insert", "update"),
     "worker_states": ("select", "insert", "delete"),
     "task_rollups": ("select", "insert", "update", "delete"),
+    "task_functions": ("select", "insert", "update", "delete"),
     "schema_migrations": ("select",),
 }
 FUNCTION_RIGHTS = (

@@ -26,6 +26,7 @@ EVERY_SECONDS = 3600.0
 BATCH = 1_000
 LONGEST_REST_SECONDS = 5.0
 DAY_SECONDS = 86400.0
+FUNCTIONS_SECONDS = 90 * DAY_SECONDS  # since a worker last had them
 _FIRST = UUID(int=0)
 _LAST = UUID(int=2**128 - 1)
 
@@ -64,6 +65,7 @@ class Janitor:
         began = time.monotonic()
         if self._prune_tasks(self._ranges) or self._prune_states() or self._prune_rollups():
             return min(time.monotonic() - began, LONGEST_REST_SECONDS)
+        self._session.run(self._statements.forget_functions(FUNCTIONS_SECONDS))
         self._end()
         return EVERY_SECONDS
 

@@ -108,6 +108,10 @@ class KeeperStatements:
     def prune_rollups(self, older_than_seconds: float, limit: int) -> Statement[int]:
         return Statement(self._rollups["prune"], (older_than_seconds, limit), lambda rows: int(rows[0][0]))
 
+    def forget_functions(self, unseen_seconds: float) -> Statement[int]:
+        """Those that no worker has served for so long."""
+        return Statement(self._workers["forget_functions"], (unseen_seconds,), lambda rows: int(rows[0][0]))
+
     def prune_tasks(
         self, after: UUID, before: UUID, *, completed_seconds: float | None, failed_seconds: float | None, limit: int
     ) -> Statement[Pruned]:

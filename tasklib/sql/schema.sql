@@ -15,6 +15,7 @@
 -- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
+-- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
@@ -24,15 +25,17 @@
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
--- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT 3, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT true, on_crash text DEFAULT 'retry'::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp c0907369fed16ae4de86468bffa649bc
--- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 2aae641dd0c9b314ee13e038571fae0f
+-- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT NULL::text, priority integer DEFAULT NULL::integer, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT NULL::integer, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT NULL::boolean, on_crash text DEFAULT NULL::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 6bcc17d3d14fd654869056b3ad421f68
+-- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp b5bacc589480c285d1e3c05e0f0264d4
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 7e4186117e04fd3cd203b007172565c4
 -- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public b3918c8ef826dcc0017102514b86db8a
 -- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off jit=off c14f4156b345355c0ac84c856588d6ec
--- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 35a37523e755adbbbf47ae6afd632a63
+-- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 9baaa76e36451e5111254a9087b8430b
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
+-- function with_function_options(tasks jsonb) returns jsonb search_path=pg_catalog, pg_temp a0ebca9ed2d2d82862c2239dab587c19
 -- table attempts column attempt integer not null default null
+-- table attempts column error text default null
 -- table attempts column error_code text default null
 -- table attempts column error_message text default null
 -- table attempts column failed_reason text default null
@@ -74,6 +77,19 @@
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
 -- table schema_migrations index CREATE UNIQUE INDEX schema_migrations_pkey ON tasklib.schema_migrations USING btree (version)
 -- table task_attempts trigger CREATE TRIGGER keep_attempt INSTEAD OF INSERT ON tasklib.task_attempts FOR EACH ROW EXECUTE FUNCTION tasklib.keep_attempt()
+-- table task_functions column max_retries integer not null default null
+-- table task_functions column name tasklib.task_name not null default null
+-- table task_functions column on_crash text not null default null
+-- table task_functions column priority integer not null default null
+-- table task_functions column queue tasklib.queue_name not null default null
+-- table task_functions column seen_at timestamp with time zone not null default clock_timestamp()
+-- table task_functions column store_result boolean not null default null
+-- table task_functions column timeout_seconds double precision default null
+-- table task_functions constraint task_functions_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
+-- table task_functions constraint task_functions_pkey PRIMARY KEY (name)
+-- table task_functions constraint task_functions_retries_whole CHECK ((max_retries >= 0))
+-- table task_functions constraint task_functions_timeout_positive CHECK (((timeout_seconds > (0)::double precision) AND (timeout_seconds <= ('3153600000'::bigint)::double precision)))
+-- table task_functions index CREATE UNIQUE INDEX task_functions_pkey ON tasklib.task_functions USING btree (name)
 -- table task_rollups column cancelled bigint not null default 0
 -- table task_rollups column completed bigint not null default 0
 -- table task_rollups column crashed bigint not null default 0
@@ -109,16 +125,16 @@
 -- table tasks column idempotency_key tasklib.task_key default null
 -- table tasks column kwargs tasklib.task_kwargs not null default '{}'::jsonb
 -- table tasks column locked_until timestamp with time zone default null
--- table tasks column max_retries integer not null default 3
+-- table tasks column max_retries integer not null default null
 -- table tasks column name tasklib.task_name not null default null
 -- table tasks column next_retry_at tasklib.moment default null
--- table tasks column on_crash text not null default 'retry'::text
+-- table tasks column on_crash text default null
 -- table tasks column parent_id uuid default null
 -- table tasks column payload_digest bytea default null
 -- table tasks column pending_parents integer not null default 0
--- table tasks column priority integer not null default 0
+-- table tasks column priority integer not null default null
 -- table tasks column progress jsonb default null
--- table tasks column queue tasklib.queue_name not null default 'default'::text
+-- table tasks column queue tasklib.queue_name not null default null
 -- table tasks column ready boolean not null default null
 -- table tasks column resolution_note text default null
 -- table tasks column resolved_at timestamp with time zone default null
@@ -130,7 +146,7 @@
 -- table tasks column started_at timestamp with time zone default null
 -- table tasks column state text not null default 'pending'::text
 -- table tasks column step_name text default null
--- table tasks column store_result boolean not null default true
+-- table tasks column store_result boolean not null default null
 -- table tasks column strikes integer not null default 0
 -- table tasks column suspect boolean not null default false
 -- table tasks column tags tasklib.task_tags not null default '{}'::jsonb
@@ -152,6 +168,7 @@
 -- table tasks index CREATE UNIQUE INDEX tasks_idempotency_key ON tasklib.tasks USING btree (idempotency_key) WHERE (idempotency_key IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_pkey ON tasklib.tasks USING btree (id)
 -- table tasks trigger CREATE TRIGGER forget_attempts AFTER DELETE ON tasklib.tasks REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.forget_attempts()
+-- table tasks trigger CREATE TRIGGER function_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.queue IS NULL) OR (new.priority IS NULL) OR (new.max_retries IS NULL) OR (new.store_result IS NULL))) EXECUTE FUNCTION tasklib.function_defaults()
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
 -- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.idempotency_key IS NOT NULL) OR (new.payload_digest IS NOT NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
 -- table tasks trigger CREATE TRIGGER tell_done AFTER UPDATE OF completed_at ON tasklib.tasks FOR EACH ROW WHEN (((old.completed_at IS NULL) AND (new.completed_at IS NOT NULL) AND (NOT (pg_try_advisory_lock(hashtextextended('tasklib.task_done'::text, (0)::bigint)) AND pg_advisory_unlock(hashtextextended('tasklib.task_done'::text, (0)::bigint)))))) EXECUTE FUNCTION tasklib.tell_done()
@@ -194,6 +211,6 @@
 -- table workers constraint workers_numbers_bounded CHECK (((concurrency >= 0) AND (concurrency <= 1000000000) AND (pid >= 0)))
 -- table workers constraint workers_pkey PRIMARY KEY (worker_id)
 -- table workers index CREATE UNIQUE INDEX workers_pkey ON tasklib.workers USING btree (worker_id)
--- view folded_attempts SELECT id AS task_id, fencing_token, started_at, completed_at AS finished_at, attempt, (completed_by).pid AS worker_pid, false AS will_retry, 'COMPLETED'::text AS outcome, (completed_by).worker_id AS worker_id, (completed_by).hostname AS worker_hostname, (completed_by).process_name AS worker_process_name, NULL::text AS error_code, NULL::text AS error_message, NULL::text AS failed_reason FROM tasklib.tasks WHERE ((completed_by).worker_id IS NOT NULL);
+-- view folded_attempts SELECT id AS task_id, fencing_token, started_at, completed_at AS finished_at, attempt, (completed_by).pid AS worker_pid, false AS will_retry, 'COMPLETED'::text AS outcome, (completed_by).worker_id AS worker_id, (completed_by).hostname AS worker_hostname, (completed_by).process_name AS worker_process_name, NULL::text AS error_code, NULL::text AS error_message, NULL::text AS failed_reason, NULL::text AS error FROM tasklib.tasks WHERE ((completed_by).worker_id IS NOT NULL);
 -- view heartbeats SELECT task.id AS task_id, worker.worker_id AS sender_id, CASE task.state WHEN 'running'::text THEN 'runner'::text ELSE 'claimer'::text END AS role, worker.renewed_at AS sent_at, worker.hostname, worker.pid FROM (((tasklib.workers worker JOIN tasklib.claims claim USING (worker_id)) CROSS JOIN LATERAL unnest(claim.task_ids) held(task_id)) JOIN tasklib.tasks task ON (((task.id = held.task_id) AND (task.worker_id = worker.worker_id))));
--- view task_attempts SELECT attempts.task_id, attempts.fencing_token, attempts.started_at, attempts.finished_at, attempts.attempt, attempts.worker_pid, attempts.will_retry, attempts.outcome, attempts.worker_id, attempts.worker_hostname, attempts.worker_process_name, attempts.error_code, attempts.error_message, attempts.failed_reason FROM tasklib.attempts UNION ALL SELECT folded_attempts.task_id, folded_attempts.fencing_token, folded_attempts.started_at, folded_attempts.finished_at, folded_attempts.attempt, folded_attempts.worker_pid, folded_attempts.will_retry, folded_attempts.outcome, folded_attempts.worker_id, folded_attempts.worker_hostname, folded_attempts.worker_process_name, folded_attempts.error_code, folded_attempts.error_message, folded_attempts.failed_reason FROM tasklib.folded_attempts;
+-- view task_attempts SELECT attempts.task_id, attempts.fencing_token, attempts.started_at, attempts.finished_at, attempts.attempt, attempts.worker_pid, attempts.will_retry, attempts.outcome, attempts.worker_id, attempts.worker_hostname, attempts.worker_process_name, attempts.error_code, attempts.error_message, attempts.failed_reason, attempts.error FROM tasklib.attempts UNION ALL SELECT folded_attempts.task_id, folded_attempts.fencing_token, folded_attempts.started_at, folded_attempts.finished_at, folded_attempts.attempt, folded_attempts.worker_pid, folded_attempts.will_retry, folded_attempts.outcome, folded_attempts.worker_id, folded_attempts.worker_hostname, folded_attempts.worker_process_name, folded_attempts.error_code, folded_attempts.error_message, folded_attempts.failed_reason, folded_attempts.error FROM tasklib.folded_attempts;

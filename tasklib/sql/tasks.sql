@@ -15,17 +15,18 @@ from tasklib.submit(
     kwargs => $4::pg_catalog.text::pg_catalog.jsonb, queue => $5::pg_catalog.text, priority => $6::integer,
     delay_seconds => $7::double precision, scheduled_at => $8::pg_catalog.text::pg_catalog.timestamptz,
     expires_at => $9::pg_catalog.text::pg_catalog.timestamptz, max_retries => $10::integer,
-    timeout_seconds => $11::double precision, tags => $12::pg_catalog.text::pg_catalog.jsonb,
+    timeout_seconds => coalesce($11::double precision, 'infinity'), tags => $12::pg_catalog.text::pg_catalog.jsonb,
     idempotency_key => $13::pg_catalog.text, store_result => $14::boolean, on_crash => $15::pg_catalog.text)
 where existed;
 
 
 -- The same for a task that says nothing out of the ordinary: eleven parameters less to send, for most submits there are.
+-- The options are said all the same: what is left out would be looked up among the functions that workers have.
 -- name: submit_plain
 select id::pg_catalog.text
 from tasklib.submit(
     id => $1::pg_catalog.uuid, name => $2::pg_catalog.text, kwargs => $3::pg_catalog.text::pg_catalog.jsonb,
-    queue => $4::pg_catalog.text)
+    queue => $4::pg_catalog.text, priority => 0, max_retries => 3, timeout_seconds => 'infinity', store_result => true)
 where existed;
 
 
@@ -45,6 +46,20 @@ select id, name, state, scheduled_at, started_at, completed_at, created_at, args
        due_at, cancel_asked_at, strikes, (completed_by).worker_id as completed_by
 from tasklib.tasks
 where id = $1::uuid;
+
+
+-- Columns in the order of tasklib.record.Attempt.
+-- name: attempts
+select task_id, attempt, outcome, will_retry, started_at, finished_at, worker_id, worker_hostname, worker_process_name,
+       worker_pid, error_code, error_message, failed_reason, error, fencing_token
+from tasklib.task_attempts
+where task_id = $1::uuid
+order by attempt;
+
+
+-- For the beginning of an id: a range of the primary key. The limit is a literal, for the planner: see `list`.
+-- name: ids_between
+select id from tasklib.tasks where id >= $1::uuid and id <= $2::uuid order by id limit 6;
 
 
 -- Those of them that are final, for who waits.
@@ -92,7 +107,8 @@ select * from (
            and ($4::text is null or queue = $4::text)
            and ($5::jsonb is null or tags @> $5::jsonb)
            and ($6::timestamptz is null or created_at >= $6::timestamptz)
-           and ($7::timestamptz is null or created_at < $7::timestamptz) then true else false end
+           and ($7::timestamptz is null or created_at < $7::timestamptz)
+           and ($9::boolean is null or (completed_at is not null) = $9::boolean) then true else false end
     order by id desc
     limit 10000
 ) as newest
@@ -118,7 +134,8 @@ select * from (
            and ($4::text is null or queue = $4::text)
            and ($5::jsonb is null or tags @> $5::jsonb)
            and ($6::timestamptz is null or created_at >= $6::timestamptz)
-           and ($7::timestamptz is null or created_at < $7::timestamptz) then true else false end
+           and ($7::timestamptz is null or created_at < $7::timestamptz)
+           and ($9::boolean is null or (completed_at is not null) = $9::boolean) then true else false end
     order by id desc
     limit 10000
 ) as newest
@@ -334,16 +351,18 @@ select queue from queues where queue is not null;
 -- of the worker's tasks were marked, and which were not; what is not in the answer is somebody else's by now. By ctid, so
 -- that each is looked up once; the lock is held, so that it is still the same.
 -- A suspect with a process of its own ($5) is none while it runs: if the worker dies meanwhile, it was not alone there.
+-- $6: its function says on_crash="fail", and whoever submitted it said nothing. From here on the row says it, for
+-- whoever recovers the task without knowing the function.
 -- That a token lies between 1 and the largest is always true; it makes the planner expect one row, and look each up by
 -- its key. A plan from when the table was small would go through the whole primary key instead. The same in `settle`.
 -- name: start
 with given as materialized (
-    select id, fencing_token, started_at, is_contained
-      from unnest($2::uuid[], $3::bigint[], $4::timestamptz[], $5::boolean[])
-        as each (id, fencing_token, started_at, is_contained)
+    select id, fencing_token, started_at, is_contained, fails_on_crash
+      from unnest($2::uuid[], $3::bigint[], $4::timestamptz[], $5::boolean[], $6::boolean[])
+        as each (id, fencing_token, started_at, is_contained, fails_on_crash)
      where fencing_token between 1 and 9223372036854775807
 ), free as materialized (
-    select task.place, given.started_at, given.is_contained
+    select task.place, given.started_at, given.is_contained, given.fails_on_crash
       from given cross join lateral (
           select ctid as place from tasklib.tasks
            where tasks.id = given.id and tasks.state = 'claimed' and tasks.worker_id = $1::text
@@ -352,7 +371,8 @@ with given as materialized (
 ), marked as (
     update tasklib.tasks as task
        set state = 'running', started_at = free.started_at, attempt = least(attempt + 1, 1000000000),
-           suspect = suspect and not free.is_contained
+           suspect = suspect and not free.is_contained,
+           on_crash = case when free.fails_on_crash then 'fail' else on_crash end
       from free where task.ctid = free.place
     returning task.id
 )
@@ -447,14 +467,14 @@ with given as (
        and task.state in ('claimed', 'running') and task.state = coalesce(given.seen, task.state)
     returning task.id, task.queue, task.attempt, task.fencing_token, task.started_at, task.ready, task.due_at,
               task.completed_at is null as goes_on, given.began, given.outcome, given.finished_at, given.error_code,
-              given.error_message, given.failed_reason
+              given.error_message, given.failed_reason, given.error
 ), attempts as (
     insert into tasklib.attempts (
         task_id, fencing_token, started_at, finished_at, attempt, worker_pid, will_retry, outcome, worker_id,
-        worker_hostname, worker_process_name, error_code, error_message, failed_reason)
+        worker_hostname, worker_process_name, error_code, error_message, failed_reason, error)
     select settled.id, fencing_token, coalesce(settled.started_at, finished_at), finished_at, attempt, (runner).pid,
            goes_on, outcome, (runner).worker_id, (runner).hostname, (runner).process_name, error_code, error_message,
-           failed_reason
+           failed_reason, error
       from settled, runner
      where began and outcome <> 'COMPLETED'
     on conflict do nothing

@@ -8,7 +8,8 @@ with
     claims as (delete from tasklib.claims),
     elections as (delete from tasklib.elections),
     rollups as (delete from tasklib.task_rollups),
-    states as (delete from tasklib.worker_states)
+    states as (delete from tasklib.worker_states),
+    functions as (delete from tasklib.task_functions)
 delete from tasklib.workers;
 
 

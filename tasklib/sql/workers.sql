@@ -53,3 +53,34 @@ returning worker_id, name, hostname, pid;
 delete from tasklib.workers as worker
  where died_at < clock_timestamp() - $1::double precision * interval '1 second'
    and not exists (select from tasklib.claims where claims.worker_id = worker.worker_id);
+
+
+-- What a worker's task functions say, for who submits them by name. Only what differs is written, and what has not been
+-- seen for a day: a restart writes nothing. In the order of the names, so that two workers cannot deadlock.
+-- name: declare
+insert into tasklib.task_functions (name, queue, priority, max_retries, timeout_seconds, store_result, on_crash)
+select name, queue, priority, max_retries, timeout_seconds, store_result, on_crash
+  from jsonb_to_recordset($1::jsonb) as given (
+        name text, queue text, priority integer, max_retries integer, timeout_seconds double precision,
+        store_result boolean, on_crash text)
+ where not exists (
+        select from tasklib.task_functions as known
+         where known.name = given.name and known.seen_at > clock_timestamp() - interval '1 day'
+           and (known.queue, known.priority, known.max_retries, known.timeout_seconds, known.store_result, known.on_crash)
+               is not distinct from
+               (given.queue, given.priority, given.max_retries, given.timeout_seconds, given.store_result, given.on_crash))
+ order by name
+on conflict (name) do update
+   set (queue, priority, max_retries, timeout_seconds, store_result, on_crash, seen_at)
+     = (excluded.queue, excluded.priority, excluded.max_retries, excluded.timeout_seconds, excluded.store_result,
+        excluded.on_crash, excluded.seen_at);
+
+
+-- Options of functions that no worker has had for a long time: whoever renames a function leaves a row behind.
+-- name: forget_functions
+with gone as (
+    delete from tasklib.task_functions
+     where seen_at < clock_timestamp() - $1::double precision * interval '1 second'
+    returning 1
+)
+select count(*) from gone;

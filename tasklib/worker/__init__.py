@@ -1,5 +1,19 @@
 """Claims tasks, runs them, and records what became of them: claimer -> buffer -> runners -> finisher, under a lease."""
 
-from tasklib.worker.worker import TaskWorker
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasklib.worker.worker import TaskWorker
 
 __all__ = ["TaskWorker"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """An application that registers hooks needs one module of this package, and not all of a worker."""
+        if name != "TaskWorker":
+            raise AttributeError(f"module 'tasklib.worker' has no attribute {name!r}")
+        from tasklib.worker.worker import TaskWorker  # noqa: PLC0415 - see above
+
+        return TaskWorker

@@ -37,6 +37,7 @@ from tasklib.states import State
 from tasklib.worker.buffer import Buffer
 from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
+from tasklib.worker.declaration import Declaration
 from tasklib.worker.doorbell import Doorbell
 from tasklib.worker.finisher import Finisher
 from tasklib.worker.forks import Original, call_in_one_process, tell_of_copy
@@ -121,6 +122,8 @@ class Crew:
             config, self._sessions["lease"], statements, buffer=self.buffer, clock=self._clock,
             describe=lambda: (menu.queues, menu.names()), witness=witness, tally=tally,
         )  # fmt: skip
+        declaration = Declaration(config, self._sessions["lease"], statements, menu.functions)
+        self.lease.before_renewal = declaration.run_once
         listener = Listener(self._sessions["listen"], statements, menu.queues, self.ring, self.hear_cancel)
         self.processes = Processes(
             config, self._clock, self._note_progress, stop_asked, witness,

@@ -52,7 +52,7 @@ class Execution:
 
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
         self.claimed = claimed
-        self.task: HeldTask = claimed.held
+        self.task: HeldTask = _as_function_says(claimed.held, function)
         self.function = function
         self.is_coroutine = is_coroutine
         self.locked_since = claimed.held.claimed_at
@@ -158,6 +158,13 @@ class Execution:
         inside = self.inside  # once: its runner may take it away
         if inside is not None:
             inside.interrupt(kind, self)
+
+
+def _as_function_says(task: HeldTask, function: TaskFunction[..., Any] | None) -> HeldTask:
+    """Who submitted it may not have known the function: what must not run twice does not, however it was submitted."""
+    if task.on_crash is None and function is not None and function.task_options.on_crash == "fail":
+        return task._replace(on_crash="fail")
+    return task
 
 
 class Seat(Protocol):

@@ -104,7 +104,13 @@ class Finisher:
         marks: dict[UUID, bool] = {}
         for worker_id, own in grouped(executions, lambda each: each.task.worker_id).items():
             started = [
-                Started(each.id, each.task.fencing_token, each.started_by(self._clock), each.is_contained)
+                Started(
+                    each.id,
+                    each.task.fencing_token,
+                    each.started_by(self._clock),
+                    each.is_contained,
+                    each.task.on_crash == "fail",
+                )
                 for each in own
             ]
             start = functools.partial(self._statements.start, worker_id)

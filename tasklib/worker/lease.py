@@ -68,6 +68,7 @@ class Lease:
         self.is_stopping = False
         self.on_regained: Callable[[], None] = lambda: None  # claims have to be checked before anything starts
         self.on_cancel: Callable[[Execution], None] = lambda _: None
+        self.before_renewal: Callable[[], None] = lambda: None
 
     @property
     def valid_until(self) -> float:
@@ -88,6 +89,7 @@ class Lease:
 
     def run_once(self) -> float | None:
         try:
+            self.before_renewal()
             self._register() if not self._is_registered else self._renew()
         except Exception:
             self._has_failed = True

@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
+
+import tasklib
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    import tasklib
     from tests.raw_sql import Conn, NewDatabase
 
     Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
@@ -47,14 +49,19 @@ def test_submit_list_show(run: Run) -> None:
     assert re.search(r'tags\s+{"batch":"b"}', shown)
 
 
-def test_nothing_is_cut(run: Run, database_url: str) -> None:
-    """Long arguments whole in a pipe; ids whole on a terminal, so that they can be copied."""
-    task_id = run("submit", "wide", f"text={'x' * 1000}", "url=https://example.com/end").stdout.strip()
-    shown = re.sub(r"\s", "", run("show", task_id).stdout)
-    assert "x" * 1000 in shown
-    assert "https://example.com/end" in shown
-    command = f"script -qec '{COMMAND} list' /dev/null"
-    environment = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "COLUMNS": "80", "TERM": "xterm"}
+def test_nothing_is_cut(run: Run, conn: Conn, database_url: str) -> None:
+    """In a pipe each row is one line, however long and whatever the terminal around it; on a narrow terminal ids stay
+    whole, so that they can be copied.
+    """
+    name = "n" * 200
+    task_id = run("submit", name, f"text={'x' * 1000}", "url=https://example.com/end").stdout.strip()
+    conn.execute("update tasklib.tasks set error = repeat('e', 900), error_code = 'X'")
+    assert f'{{"url":"https://example.com/end","text":"{"x" * 1000}"}}' in run("show", task_id, COLUMNS="20").stdout
+    header, row, *rest = run("list", COLUMNS="20").stdout.splitlines()
+    assert (header.split()[0], rest) == ("id", [])
+    assert row.split() == [task_id, name, "pending", "default", "0", row.split()[5], "0", "e" * 900]
+    command = f"script -qec 'stty cols 60; {COMMAND} list' /dev/null"
+    environment = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "TERM": "xterm"}
     terminal = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert task_id in terminal.stdout
 
@@ -68,6 +75,7 @@ def test_json_for_programs(run: Run, client: tasklib.Client) -> None:
     task = client.get_task(first["id"])
     assert task is not None
     shown = json.loads(run("show", first["id"], "--json").stdout)
+    assert shown.pop("attempts") == []
     assert [shown] == json.loads(run("list", "--json").stdout)
     assert set(shown) == set(task.to_dict())
     assert (shown["state"], shown["payload_digest"]) == ("pending", (task.payload_digest or b"").hex())
@@ -100,12 +108,22 @@ def test_an_application_checks_its_arguments(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["show", "42"], 1, "not a task id"),
+        (["show", "42"], 1, "begins with 42"),
         (["show", "00000000-0000-7000-8000-000000000000"], 1, "there is no task"),
-        (["list", "--state", "done"], 1, "not a state"),
-        (["submit", "a", "--kwargs", '{"x": 1, "x": 2}'], 1, "twice"),
-        (["submit", "a", "--kwargs", "[]"], 1, "JSON object"),
-        (["submit", "a", "x:=1e400000"], 1, "x"),
+        (["show", "report"], 2, "not a task id"),
+        (["cancel", "0" * 33], 2, "not a task id"),
+        (["list", "--state", "done"], 2, "not a state"),
+        (["list", "--limit", "0"], 2, "limit"),
+        (["list", "--state", "pending", "--retrying"], 2, "--state pending"),
+        (["list", "--after", "x"], 2, "not a task id"),
+        (["stats", "--window", "-1"], 2, "window"),
+        (["submit", "not a name"], 2, "name"),
+        (["submit", "a", "--queue", "Not A Queue"], 2, "queue"),
+        (["submit", "a", "--priority", "high"], 2, "priority"),
+        (["submit", "a", "--timeout", "-1"], 2, "timeout_seconds"),
+        (["submit", "a", "--kwargs", '{"x": 1, "x": 2}'], 2, "twice"),
+        (["submit", "a", "--kwargs", "[]"], 2, "JSON object"),
+        (["submit", "a", "x:=1e400000"], 2, "x"),
         (["submit", "a", "oops"], 2, "KEY=VALUE"),
         (["submit", "a", "queue=5"], 2, "option of submit"),
         (["submit", "a", "x=1", "x=2"], 2, "twice"),
@@ -115,7 +133,7 @@ def test_an_application_checks_its_arguments(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(run: Run, words: list[str], code: int, said: str) -> None:
-    """No traceback; 1 is refused, 2 is wrong usage."""
+    """No traceback; 1 is refused, 2 is wrong usage, such as a value that an option cannot have."""
     refused = run(*words)
     assert refused.returncode == code
     assert said in refused.stderr
@@ -177,3 +195,78 @@ def test_cancel_and_retry(run: Run, client: tasklib.Client) -> None:
     assert "is final already" in again.stderr
     assert run("retry", str(task_id)).stdout == "retried\n"
     assert run("retry", str(task_id)).returncode == 1
+
+
+def test_every_attempt_is_shown_with_its_traceback(run: Run, client: tasklib.Client, config: tasklib.Config) -> None:
+    """For people and for programs: not only the last one, which the task itself keeps."""
+    numbers = iter((1, 2))
+
+    @tasklib.task(max_retries=1, backoff=tasklib.Fixed(0))
+    def fragile() -> None:
+        raise ValueError(f"number {next(numbers)}")
+
+    task_id = client.submit(fragile.new())
+    tasklib.TaskWorker(config).run_until_empty_sync()
+    shown = run("show", str(task_id)).stdout
+    for number, follows in ((1, "; the task went on"), (2, "")):
+        headline = rf"attempt {number}: FAILED after 0\.\ds, begun \S+ \S+ on \S+{follows}\n"
+        assert re.search(headline + rf"    ValueError: number {number}\n    Traceback:\n", shown), shown
+    assert shown.count("raise ValueError") == 2
+    attempts = json.loads(run("show", str(task_id), "--json").stdout)["attempts"]
+    assert [(each["attempt"], each["outcome"], each["will_retry"]) for each in attempts] == [
+        (1, "FAILED", True),
+        (2, "FAILED", False),
+    ]
+    assert ["raise ValueError" in each["error"] for each in attempts] == [True, True]
+
+
+def test_who_may_not_read_attempts_sees_the_task(run: Run, conn: Conn, database_url: str) -> None:
+    """The rights on tasks are enough for what they were enough for before."""
+    task_id = run("submit", "a").stdout.strip()
+    conn.execute("create role looker login; grant usage on schema tasklib to looker")
+    try:
+        conn.execute("grant select on tasklib.tasks to looker")
+        url = psycopg.conninfo.make_conninfo(database_url, options="-c role=looker")
+        shown = run("show", task_id, DATABASE_URL=url)
+        assert shown.returncode == 0
+        assert task_id in shown.stdout
+        assert "grant select on tasklib.task_attempts" in shown.stderr
+        assert json.loads(run("show", task_id, "--json", DATABASE_URL=url).stdout)["attempts"] is None
+    finally:
+        conn.execute("drop owned by looker; drop role looker")
+
+
+def test_the_beginning_of_an_id_is_enough(run: Run, client: tasklib.Client, conn: Conn) -> None:
+    """If no other begins so; with or without dashes. What is not clear changes nothing, and names the candidates."""
+    one, other = "0190aaaa-bbbb-7000-8000-000000000001", "0190aaaa-bbbb-7000-8000-000000000002"
+    for task_id in (one, other, "0190aaaa-cccc-7000-8000-000000000000"):
+        conn.execute("insert into tasklib.tasks (id, name) values (%s, 'a')", [task_id])
+    assert json.loads(run("show", "0190aaaacc", "--json").stdout)["id"].startswith("0190aaaa-cccc")
+    assert run("cancel", "0190AAAA-C").stdout == "cancelled\n"
+    unclear = run("cancel", "0190aaaa-bb")
+    assert (unclear.returncode, unclear.stdout) == (2, "")
+    assert one in unclear.stderr
+    assert other in unclear.stderr
+    assert {task.state for task in client.list_tasks() if str(task.id) in {one, other}} == {"pending"}
+    page = json.loads(run("list", "--after", "0190aaaa-cc", "--json").stdout)
+    assert [task["id"] for task in page] == [other, one]
+
+
+def test_failed_for_good_or_not(run: Run, conn: Conn) -> None:
+    """The list says which, and can be asked for either."""
+    conn.execute(
+        """insert into tasklib.tasks (name, state, completed_at, next_retry_at)
+           values ('over', 'failed', now(), null), ('soon', 'failed', null, now() + interval '90 s'),
+                  ('due', 'failed', null, now() - interval '1 s'), ('done', 'completed', now(), null)"""
+    )
+    listed = run("list", "--state", "failed").stdout
+    assert re.search(r"over +failed \(gave up\) ", listed)
+    assert re.search(r"soon +failed \(retry in 1\.\dm\) ", listed)
+    assert re.search(r"due +failed \(retry due\) ", listed)
+
+    def names(*words: str) -> set[str]:
+        return {task["name"] for task in json.loads(run("list", *words, "--json").stdout)}
+
+    assert names("--state", "failed", "--final") == {"over"}
+    assert names("--state", "failed", "--retrying") == names("--retrying") == {"soon", "due"}
+    assert names("--final") == {"over", "done"}

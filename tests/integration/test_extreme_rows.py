@@ -366,8 +366,8 @@ def test_rows_beyond_the_bounds_are_brought_to_them(new_database: NewDatabase, m
     config = tasklib.Config(new_database())
     known = migrate.known_migrations()
     with monkeypatch.context() as patch:
-        patch.setattr(migrate, "known_migrations", lambda: [each for each in known if each.version < 9])
-        migrate.migrate(config)
+        patch.setattr(migrate, "known_migrations", lambda: [each for each in known if each.version != 9])
+        migrate.migrate(config)  # all but the bounds: the functions of today need the tables of today
     with psycopg.connect(config.database_url, autocommit=True) as conn:
         poison(conn, [*KINDS], count=20)
         count = conn.execute("select count(*) from tasklib.tasks").fetchone()

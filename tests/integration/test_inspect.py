@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,7 @@ def test_pages_cover_everything_once(client: tasklib.Client) -> None:
         ({"created_after": "yesterday"}, "created_after"),
         ({"created_before": datetime(2030, 1, 1)}, "time zone"),
         ({"after": "x"}, "not a task id"),
+        ({"final": "yes"}, "final must be True or False"),
         ({"tags": {"a b": 1}}, "tag"),
     ],
 )
@@ -159,3 +161,39 @@ async def test_async_and_module_level_verbs_say_the_same(app: None, async_client
     assert expected == await async_client.list_tasks("pending", "a", 10, tags={"x": 1})
     assert len(expected) == 1
     assert tasklib.submit_task_sync("a", idempotency_key="k") == tasklib.submit_task_sync("a", idempotency_key="k")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_failed_tasks_are_told_apart(client: tasklib.Client) -> None:
+    """Those that gave up, and those that wait for a retry. The other list knows the filter, too."""
+    assert [task.name for task in client.list_tasks("failed", final=False)] == ["retrying"]
+    assert [task.name for task in client.list_tasks("failed", final=True)] == ["t"]
+    assert {task.state for task in client.list_tasks(final=False)} == {"pending", "claimed", "running", "failed"}
+
+
+async def test_attempts_are_kept_with_their_tracebacks(
+    app: None, config: tasklib.Config, async_client: tasklib.AsyncClient, client: tasklib.Client
+) -> None:
+    """Of every execution that has ended, from the first on; sync, async and module-level."""
+    numbers = iter((1, 2))
+
+    @tasklib.task(max_retries=2, backoff=tasklib.Fixed(0))
+    def unlucky() -> int:
+        if (number := next(numbers, 3)) < 3:
+            raise ValueError(f"number {number}")
+        return number
+
+    task_id = unlucky.submit_sync()
+    assert client.get_attempts(task_id) == []
+    await tasklib.TaskWorker(config).run_until_empty()
+    first, second, third = client.get_attempts(task_id)
+    assert (first.attempt, first.outcome, first.will_retry, first.error_code) == (1, "FAILED", True, "ValueError")
+    assert (second.error or "").startswith("ValueError: number 2\nTraceback:\n")
+    assert "in unlucky" in (first.error or "")
+    assert (third.attempt, third.outcome, third.will_retry, third.error) == (3, "COMPLETED", False, None)
+    assert client.retry_task(task_id)
+    assert client.get_attempts(task_id) == [first, second, third]
+    assert tasklib.get_attempts(str(task_id)) == [first, second, third] == await tasklib.get_attempts_async(task_id)
+    assert await async_client.get_attempts(task_id) == [first, second, third]
+    assert set(first.to_dict()) == {field.name for field in dataclasses.fields(tasklib.Attempt)}
+    assert client.get_attempts(uuid4()) == []

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.direct("asks for the plans of prepared statements, in s
 # time, as those of uuid7() do, which would take twice as long as all the rest.
 FILL = """
 insert into tasklib.tasks (id, name, state, ready, created_at, scheduled_at, completed_at, error, error_code, kwargs,
-                           idempotency_key)
+                           idempotency_key, queue, priority, max_retries, store_result)
 select lpad(to_hex(n), 32, '0')::uuid, case when n % 100000 = 0 then 'rare' else 'name_' || n % 4 end,
        case when n > 999000 then 'pending' when n % 1000 = 0 then 'failed' else 'completed' end, n > 999000,
        now() - (1000000 - n) * interval '1 second', now() - (1000000 - n) * interval '1 second',
        case when n <= 999000 then now() end, case when n <= 999000 and n % 1000 = 0 then 'OSError: no' end,
        case when n <= 999000 and n % 1000 = 0 then 'OSError' end, '{"to": "someone@example.com"}',
-       case when n % 10 = 0 then 'key-' || n end
+       case when n % 10 = 0 then 'key-' || n end, 'default', 0, 3, true
 from generate_series(1, 1000000) as n
 """
 
@@ -84,7 +84,7 @@ def middle_id(conn: Conn) -> str:
 
 
 def listing(after: str = "null", state: str = "null", name: str = "null", limit: str = "100") -> list[str]:
-    return [after, state, name, "null", "null", "null", "null", limit]
+    return [after, state, name, "null", "null", "null", "null", limit, "null"]
 
 
 def test_get_reads_one_row_by_its_key(conn: Conn, plan_mode: str) -> None:
@@ -92,6 +92,22 @@ def test_get_reads_one_row_by_its_key(conn: Conn, plan_mode: str) -> None:
     plan = explain(conn, plan_mode, "get", middle_id(conn))
     assert "Index Scan using tasks_pkey" in plan
     assert buffers(plan) <= 8
+
+
+def test_the_beginning_of_an_id_is_a_range_of_the_primary_key(conn: Conn, plan_mode: str) -> None:
+    """Also one that half of the table has."""
+    plan = explain(conn, plan_mode, "ids_between", middle_id(conn), "'ffffffff-ffff-ffff-ffff-ffffffffffff'")
+    assert re.search(r"Index (Only )?Scan using tasks_pkey", plan)
+    assert "Sort" not in plan
+    assert buffers(plan) <= 12
+
+
+def test_attempts_are_found_by_the_key_of_their_task(conn: Conn, plan_mode: str) -> None:
+    """In the table of attempts, and in the task's own row."""
+    plan = explain(conn, plan_mode, "attempts", middle_id(conn))
+    assert "Index Scan using tasks_pkey" in plan
+    assert "Seq Scan on tasks" not in plan
+    assert buffers(plan) <= 20
 
 
 @pytest.mark.parametrize("state", ["null", "'completed'"])

@@ -557,6 +557,7 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
         "claims",
         "elections",
         "schema_migrations",
+        "task_functions",
         "task_rollups",
         "tasks",
         "worker_states",

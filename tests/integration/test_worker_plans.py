@@ -40,7 +40,8 @@ TABLES = ["tasklib.tasks", "tasklib.claims", "tasklib.workers", "tasklib.attempt
 FILL = """
 insert into tasklib.tasks (id, name, queue, state, ready, priority, suspect, created_at, scheduled_at, due_at,
                            next_retry_at, expires_at, completed_at, error, error_code, kwargs,
-                           worker_id, claimed_at, locked_until, started_at, fencing_token, attempt)
+                           worker_id, claimed_at, locked_until, started_at, fencing_token, attempt,
+                           max_retries, store_result)
 select lpad(to_hex(n), 32, '0')::uuid, 'name_' || n % 3, case n % 2 when 0 then 'default' else 'mail' end, state,
        kind in ('ready', 'expiring', 'suspect'), case kind when 'delayed' then 10 else 0 end, kind = 'suspect',
        created_at, case kind when 'delayed' then due_at else created_at end,
@@ -53,7 +54,7 @@ select lpad(to_hex(n), 32, '0')::uuid, 'name_' || n % 3, case n % 2 when 0 then 
        case when kind = 'leased' then 'worker-' || n / 100 % 4 end, case when kind = 'leased' then now() end,
        case when kind = 'leased' then now() + interval '10 minutes' end, case when kind = 'completed' then now() end,
        (kind in ('leased', 'completed', 'retrying', 'failed'))::integer,
-       (kind in ('completed', 'retrying', 'failed'))::integer
+       (kind in ('completed', 'retrying', 'failed'))::integer, 3, true
 from generate_series(1, 1000000) as n,
      lateral (select case
          when n % 100 < 50 then 'delayed'

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tasklib.commands import _duration, _printable
+from tasklib.printing import duration, printable
 
 
 def test_control_codes_are_written_out() -> None:
     """Stored text must not move the cursor, ring the bell or turn letters around."""
-    assert _printable("a\x1b[2Jb\x07c\u202ed") == r"a\x1b[2Jb\x07c\u202ed"
-    assert _printable("plain, äöü, 日本") == "plain, äöü, 日本"
+    assert printable("a\x1b[2Jb\x07c\u202ed") == r"a\x1b[2Jb\x07c\u202ed"
+    assert printable("plain, äöü, 日本") == "plain, äöü, 日本"
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ def test_control_codes_are_written_out() -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     """One number and one unit."""
-    assert _duration(seconds) == text
+    assert duration(seconds) == text

@@ -136,7 +136,7 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
     def sent(new: NewTask, **defaults: Any) -> dict[str, Any]:
         return dict(json.loads(new.to_json(new.terms.to_json(defaults))))
 
-    assert sent(plain, max_retries=3) == {"id": plain.id.hex, "name": "ping", "kwargs": {}}
+    assert sent(plain, max_retries=3) == {"id": plain.id.hex, "name": "ping", "kwargs": {}, "resolved": True}
     other = sent(plain, max_retries=7, timeout_seconds=9.0)
     assert (other["max_retries"], other["timeout_seconds"]) == (7, 9.0)
     every = ping.options(
@@ -146,5 +146,5 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
     assert sent(every) == {
         "id": every.id.hex, "name": "ping", "kwargs": {}, "queue": "q", "priority": -1, "tags": {"a": [1]},
         "scheduled_at": "2030-01-01T00:00:00Z", "expires_at": "2030-01-01T00:00:00Z", "timeout_seconds": 2.0,
-        "idempotency_key": '"k"', "store_result": False, "on_crash": "fail",
+        "idempotency_key": '"k"', "store_result": False, "on_crash": "fail", "resolved": True,
     }  # fmt: skip

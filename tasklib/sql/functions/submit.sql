@@ -3,22 +3,25 @@
 --
 --     select * from tasklib.submit('send_email', '{"to": "alice@example.com"}', delay_seconds => 60);
 --
+-- An option that is left out, or null, is as the task's function says: see task_functions. `timeout_seconds => 'infinity'`
+-- means none. A submitter that knows the function says all of them, and nothing is looked up. on_crash may stay null:
+-- the worker asks the function.
 -- Security definer, so that a submitter needs no right on the table itself.
 create or replace function tasklib.submit(
     name text,
     kwargs jsonb default '{}',
     args jsonb default '{}',
-    queue text default 'default',
-    priority integer default 0,
+    queue text default null,
+    priority integer default null,
     delay_seconds double precision default 0,
     scheduled_at timestamptz default null,
     expires_at timestamptz default null,
-    max_retries integer default 3,
+    max_retries integer default null,
     timeout_seconds double precision default null,
     tags jsonb default '{}',
     idempotency_key text default null,
-    store_result boolean default true,
-    on_crash text default 'retry',
+    store_result boolean default null,
+    on_crash text default null,
     inout id uuid default null,
     out existed boolean
 )
@@ -33,10 +36,19 @@ declare
     earlier_id uuid;
 begin
     -- Here, and by domains below: the table itself would refuse it with the whole row, and log that.
-    if num_nulls(submit.name, submit.kwargs, submit.args, submit.queue, submit.priority, submit.delay_seconds,
-                 submit.max_retries, submit.tags, submit.store_result, submit.on_crash) > 0 then
-        raise exception 'only scheduled_at, expires_at, timeout_seconds, idempotency_key and id may be null'
+    if num_nulls(submit.name, submit.kwargs, submit.args, submit.delay_seconds, submit.tags) > 0 then
+        raise exception 'name, kwargs, args, delay_seconds and tags must not be null'
             using errcode = 'not_null_violation', hint = 'Leave out what shall have its default.';
+    end if;
+    if num_nulls(submit.queue, submit.priority, submit.max_retries, submit.timeout_seconds, submit.store_result) > 0 then
+        select coalesce(submit.queue, said.queue, 'default'), coalesce(submit.priority, said.priority, 0),
+               coalesce(submit.max_retries, said.max_retries, 3),
+               coalesce(submit.timeout_seconds, said.timeout_seconds),
+               coalesce(submit.store_result, said.store_result, true),
+               coalesce(submit.on_crash, nullif(said.on_crash, 'retry'))
+          into submit.queue, submit.priority, submit.max_retries, submit.timeout_seconds, submit.store_result,
+               submit.on_crash
+          from (values (0)) as one left join tasklib.task_functions as said on said.name = submit.name;
     end if;
     if submit.delay_seconds < 0 then
         raise exception 'delay_seconds must not be negative' using errcode = 'TL400';
@@ -56,8 +68,9 @@ begin
             submit.id, submit.name, submit.args, submit.kwargs, submit.queue, submit.priority,
             submitted_at, starts_at, starts_at <= submitted_at,
             least(case when starts_at > submitted_at then starts_at end, submit.expires_at), submit.expires_at,
-            submit.max_retries::tasklib.given_retries, submit.timeout_seconds::tasklib.given_timeout, submit.tags,
-            submit.idempotency_key, submit.store_result, submit.on_crash::tasklib.given_crash_policy)
+            submit.max_retries::tasklib.given_retries,
+            nullif(submit.timeout_seconds, 'infinity')::tasklib.given_timeout,
+            submit.tags, submit.idempotency_key, submit.store_result, submit.on_crash::tasklib.given_crash_policy)
         on conflict do nothing;
         if found then
             return;

@@ -3,6 +3,9 @@
 --
 --     select * from tasklib.submit_many('[{"name": "resize", "kwargs": {"size": 64}}, {"name": "resize", "priority": 5}]');
 --
+-- An option that is left out is as the task's function says. A submitter that knows the function marks the task as
+-- `resolved`: what is left out then has the library's default, and nothing is looked up. `otherwise` is an object of
+-- options for a name that no worker has served yet.
 -- One JSON value, because it is cheap on both sides: fifteen arrays of a thousand values
 -- cost the client 35-45 us a task to write, one JSON text 3 us. Only what was not inserted
 -- is looped over: a loop over all of them costs a tenth more.
@@ -22,8 +25,10 @@ declare
     submitted_at constant timestamptz := clock_timestamp();
     parameters constant text[] := array[
         'name', 'kwargs', 'args', 'queue', 'priority', 'delay_seconds', 'scheduled_at', 'expires_at', 'max_retries',
-        'timeout_seconds', 'tags', 'idempotency_key', 'store_result', 'on_crash', 'parent_id', 'id'];
+        'timeout_seconds', 'tags', 'idempotency_key', 'store_result', 'on_crash', 'parent_id', 'id',
+        'resolved', 'otherwise'];
     has_unknown boolean;
+    has_unresolved boolean;
     has_twins boolean;
     may_exist boolean;
     inserted_count bigint;
@@ -34,8 +39,9 @@ begin
     select array_agg((element ->> 'id')::uuid order by place),
            count(distinct (element ->> 'id')::uuid) < count(element ->> 'id'),
            bool_or(element - parameters <> '{}'),
-           bool_or(element ? 'idempotency_key')
-      into ids, has_twins, has_unknown, may_exist
+           bool_or(element ? 'idempotency_key'),
+           not bool_and(element @> '{"resolved": true}')
+      into ids, has_twins, has_unknown, may_exist, has_unresolved
       from jsonb_array_elements(tasks) with ordinality as given (element, place);
     -- jsonb_to_recordset would pass over a misspelt key in silence.
     if has_unknown then
@@ -52,6 +58,9 @@ begin
     then
         raise exception 'delay_seconds must not be negative, nor be given together with scheduled_at'
             using errcode = 'TL400';
+    end if;
+    if has_unresolved then
+        tasks := tasklib.with_function_options(tasks);
     end if;
     if array_position(ids, null) is not null then
         ids := array(
@@ -98,7 +107,7 @@ begin
           from tasklib.submit(
               name => task.name, kwargs => task.kwargs, args => task.args, queue => task.queue,
               priority => task.priority, scheduled_at => task.scheduled_at, expires_at => task.expires_at,
-              max_retries => task.max_retries, timeout_seconds => task.timeout_seconds, tags => task.tags,
+              max_retries => task.max_retries, timeout_seconds => coalesce(task.timeout_seconds, 'infinity'), tags => task.tags,
               idempotency_key => task.idempotency_key, store_result => task.store_result,
               on_crash => task.on_crash, id => task.id) as earlier;
         ordinal := task.ordinal;

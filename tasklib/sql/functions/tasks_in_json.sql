@@ -10,12 +10,13 @@ create or replace function tasklib.tasks_in_json(tasks jsonb, ids uuid[], submit
 as $$
     select ordinal, ids[ordinal], name, coalesce(kwargs, '{}'), coalesce(args, '{}'), coalesce(queue, 'default'),
            coalesce(priority, 0), starts_at, least(case when starts_at > submitted_at then starts_at end, expires_at),
-           expires_at, coalesce(max_retries, 3), timeout_seconds, coalesce(tags, '{}'), idempotency_key,
-           coalesce(store_result, true), coalesce(on_crash, 'retry'), parent_id
+           expires_at, coalesce(max_retries, 3),
+           nullif(timeout_seconds, double precision 'infinity')::tasklib.given_timeout, coalesce(tags, '{}'),
+           idempotency_key, coalesce(store_result, true), on_crash, parent_id
       from rows from (pg_catalog.jsonb_to_recordset(tasks) as (
                name tasklib.given_name, kwargs jsonb, args jsonb, queue text, priority integer,
                delay_seconds double precision, scheduled_at timestamptz, expires_at timestamptz,
-               max_retries tasklib.given_retries, timeout_seconds tasklib.given_timeout, tags jsonb,
+               max_retries tasklib.given_retries, timeout_seconds double precision, tags jsonb,
                idempotency_key text, store_result boolean, on_crash tasklib.given_crash_policy, parent_id uuid)
            ) with ordinality as element (
                name, kwargs, args, queue, priority, delay_seconds, scheduled_at, expires_at, max_retries,
