@@ -726,7 +726,7 @@ def test_older_tasks_of_a_lower_priority_are_found_behind_newer_ones(
     assert ran == ["newer"] * 50 + ["older"] * 25
     client.submit_many([note.new(what="older") for _ in range(25)])
     client.submit_many([note.options(priority=5).new(what="newer") for _ in range(50)])
-    with running(config, concurrency=10, buffer_size=0, poll_interval_seconds=60):
+    with running(config, concurrency=10, buffer_size=0, poll_interval_seconds=60, listen=False):
         wait_until(lambda: len(ran) == 150, "all of them")
 
 
