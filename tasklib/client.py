@@ -16,13 +16,14 @@ from weakref import WeakKeyDictionary
 from tasklib.combining import Combiner
 from tasklib.config import Config
 from tasklib.database import Database
-from tasklib.errors import InvalidConfig, InvalidOptions, ResultTimeout, TaskNotRegistered
+from tasklib.errors import InvalidConfig, InvalidOptions, TasklibError, TaskNotRegistered
 from tasklib.handles import Handle
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.registry import default_registry
 from tasklib.statements import Statements, as_uuid
 from tasklib.statistics import StatisticsStatements
 from tasklib.submission import NewTask, new_task, terms_of
+from tasklib.unfinished import MOST_NAMED, result_timeout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tasklib.statements import ListFilters
     from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
+    from tasklib.unfinished import Unfinished
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -154,7 +156,17 @@ class Client:
 
     def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:
         """So that a short timeout, or none at all, still finds what is there."""
-        return _in_time(self.database.run(self._statements.final([*waiting]))[0], waiting, timeout)
+        final = self.database.run(self._statements.final([*waiting]))[0]
+        if late := _late(final, waiting):
+            raise result_timeout(late, timeout, self._unfinished(late))
+        waiting.clear()
+        return final
+
+    def _unfinished(self, late: Sequence[UUID]) -> list[Unfinished] | None:
+        try:
+            return self.database.run(self._statements.unfinished(late[:MOST_NAMED]))[0]
+        except TasklibError:  # e.g. a role that may not read the workers: the timeout is what matters
+            return None
 
     def _chosen(self, connection: Any) -> Any:
         return self._connection() if connection is None and self._connection is not None else connection
@@ -278,7 +290,17 @@ class AsyncClient:
         return _in_order(tasks, await self.database.run_async(*self._statements.submit_many(tasks), since=since))
 
     async def _last_look(self, waiting: set[UUID], timeout: float | None) -> list[Task]:  # noqa: ASYNC109 - told, not kept
-        return _in_time((await self.database.run_async(self._statements.final([*waiting])))[0], waiting, timeout)
+        final = (await self.database.run_async(self._statements.final([*waiting])))[0]
+        if late := _late(final, waiting):
+            raise result_timeout(late, timeout, await self._unfinished(late))
+        waiting.clear()
+        return final
+
+    async def _unfinished(self, late: Sequence[UUID]) -> list[Unfinished] | None:
+        try:
+            return (await self.database.run_async(self._statements.unfinished(late[:MOST_NAMED])))[0]
+        except TasklibError:  # as above
+            return None
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,13 +383,8 @@ def _arrived(found: Task | Exception, waiting: set[UUID]) -> Task:
     return found
 
 
-def _in_time(final: list[Task], waiting: set[UUID], timeout: float | None) -> list[Task]:
-    late = waiting - {task.id for task in final}
-    if late:
-        some = ", ".join(str(task_id) for task_id in sorted(late)[:3])
-        raise ResultTimeout(f"{len(late)} of the tasks were not final after {timeout:g} s: {some}")
-    waiting.clear()
-    return final
+def _late(final: Iterable[Task], waiting: set[UUID]) -> list[UUID]:
+    return sorted(waiting - {task.id for task in final})
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[int, TaskId]]) -> list[TaskId]:

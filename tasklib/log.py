@@ -25,9 +25,26 @@ task_logger = logging.getLogger("tasklib.tasks")  # the line at the end of each 
 def _render(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
     name = str(event.pop("event"))
     exc_info = event.pop("exc_info", None)
-    words = " ".join(f"{key}={_shown(value)}" for key, value in event.items() if value is not None)
-    message = f"{name} {words}".rstrip()
+    words = " ".join(
+        f"{key}={_shown(value)}" for key, value in event.items() if value is not None and key != "exception"
+    )
+    message = f"{name} {words}".rstrip() + _below(event.get("exception"))
     return (message,), {"extra": {"tasklib": {"event": name, **event}}, "exc_info": exc_info}
+
+
+def _below(trace: str | None) -> str:
+    """A traceback as text, on lines of its own. They are indented, so that no text of a user's looks like an event."""
+    return "".join(f"\n    {printable(line)}" for line in (trace or "").splitlines())
+
+
+def printable(text: str) -> str:
+    """Control codes are shown, not obeyed."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def bounded(text: str, most: int) -> str:
+    """Both ends are kept: a traceback says at its end where it happened."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _shown(value: Any) -> str:
