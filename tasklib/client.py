@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack
 from uuid import UUID
 from weakref import WeakKeyDictionary
 
+from tasklib.blocking import warn_if_on_loop
 from tasklib.combining import Combiner
 from tasklib.config import Config
 from tasklib.database import Database
@@ -23,6 +24,7 @@ from tasklib.registry import default_registry
 from tasklib.statements import Statements, as_uuid
 from tasklib.statistics import StatisticsStatements
 from tasklib.submission import NewTask, new_task, terms_of
+from tasklib.unawaited import told_if_unawaited
 from tasklib.unfinished import MOST_NAMED, result_timeout
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ class Client:
         """Each as soon as it is final; `ResultTimeout` when `timeout` seconds have passed before the last is. All wait
         on one connection, however many there are.
         """
+        warn_if_on_loop()
         waiting = set(_ids(tasks))
         deadline = _deadline(timeout)
         arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
@@ -195,7 +198,12 @@ class AsyncClient:
     def as_async(self) -> AsyncClient:
         return self
 
-    async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
+    @told_if_unawaited
+    def submit(self, task: NewTask, *, connection: Any = None) -> Coroutine[Any, Any, TaskId]:
+        return self.send(task, connection)
+
+    async def send(self, task: NewTask, connection: Any) -> TaskId:
+        """`submit` for who awaits it on the spot."""
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit, task)
         _all_new([task])
@@ -203,10 +211,14 @@ class AsyncClient:
             return await self._combiner().submit(task)
         return (await self.database.run_async(self._statements.submit(task), connection=connection))[0]
 
-    async def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
+    @told_if_unawaited
+    def submit_task(
+        self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any
+    ) -> Coroutine[Any, Any, TaskId]:
         task, connection = _new_task(func, args, kwargs)
-        return await self.submit(task, connection=connection)
+        return self.send(task, connection)
 
+    @told_if_unawaited
     async def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit_many, tasks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib.errors import ResultTimeout
+from tasklib.registry import default_registry
 from tasklib.states import State
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ def _when(task: Unfinished) -> str:
 def _who(task: Unfinished) -> str:
     if task.is_served or task.state not in {State.PENDING, State.FAILED}:
         return ""
-    return (
-        f", and no live worker serves task {task.name!r} in queue {task.queue!r}: start one that imports the function, "
-        f"e.g. with `tasklibd run --app MODULE`"
-    )
+    return f", and no live worker serves task {task.name!r} in queue {task.queue!r}: {_remedy(task.name)}"
+
+
+def _remedy(name: str) -> str:
+    if name in default_registry and "<locals>" in default_registry.get(name).__qualname__:
+        return (
+            "its function is defined inside another one, where no worker finds it; move it to the top level of a module"
+        )
+    return "start one that imports the function, e.g. with `tasklibd run --app MODULE`"
