@@ -100,7 +100,7 @@ def demo(options: list[str]) -> int:
 def install(venv: Path, extras: str) -> None:
     if is_installed(venv):
         return
-    announce(f"installing into {venv.name}")
+    announce(f"installing into {venv.name}, once; this takes a while")
     make_venv(venv)
     pip = [str(python_in(venv)), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "-c", "constraints.txt", "-e", f".[{extras}]"], check=True)
