@@ -2,7 +2,7 @@
 """The developer's one command. Standard library only: it runs on a machine that has Python 3.11 and pip.
 
 python3 dev.py test       lint, types, and the whole suite on PostgreSQL 18 (its own) and 15 (if installed)
-python3 dev.py demo       a PostgreSQL of its own, a daemon, sample tasks, and what happens to each, live
+python3 dev.py demo       a PostgreSQL of its own, a daemon, sample tasks, and what happens to each, live (--fast)
 python3 dev.py pooler     the suite through PgBouncer in transaction mode, save what is about direct connections
 python3 dev.py coverage   the suite on PostgreSQL 18, and the lines and branches that it leaves out
 python3 dev.py lint       ruff, mypy, pyright, import contracts, spelling
@@ -38,6 +38,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
+DEMO_VENV = ROOT / ".venv-demo"
+DEMO_EXTRAS = "binary,daemon,embedded"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 # Tests of one file share what is made for the file. Acceptance tests share nothing, unless they say so: they are long,
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
         "test": test,
         "pooler": pooler,
         "coverage": coverage,
-        "demo": lambda options: run_in_venv("-m", "examples.demo", *options),
+        "demo": demo,
         "mutants": lambda options: run_in_venv("tests/mutants.py", *options),
         "migrators": lambda options: run_in_venv("tests/campaigns/migrators.py", *options),
         "beside": beside,
@@ -80,21 +82,37 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if command in {"-h", "--help", "help"} else 2
     os.chdir(ROOT)
-    setup([])
+    if command != "demo":  # which needs a tenth of it
+        setup([])
     return commands[command](options)
 
 
 def setup(_options: list[str]) -> int:
     """Make the environment, unless it is there and fits."""
-    stamp, wanted = VENV / "installed", fingerprint()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return 0
-    announce("installing into .venv")
-    make_venv()
-    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[dev]"], check=True)
-    stamp.write_text(wanted)
+    install(VENV, "dev")
     return 0
+
+
+def demo(options: list[str]) -> int:
+    """In an environment of its own, with little in it, unless the developer's is there."""
+    venv = VENV if is_installed(VENV) else DEMO_VENV
+    install(venv, DEMO_EXTRAS)
+    return subprocess.run([str(python_in(venv)), "-m", "examples.demo", *options], check=False).returncode
+
+
+def install(venv: Path, extras: str) -> None:
+    if is_installed(venv):
+        return
+    announce(f"installing into {venv.name}, once; this takes a while")
+    make_venv(venv)
+    pip = [str(python_in(venv)), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "-c", "constraints.txt", "-e", f".[{extras}]"], check=True)
+    (venv / "installed").write_text(fingerprint())
+
+
+def is_installed(venv: Path) -> bool:
+    stamp = venv / "installed"
+    return stamp.exists() and stamp.read_text() == fingerprint()
 
 
 def fingerprint() -> str:
@@ -103,13 +121,18 @@ def fingerprint() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def make_venv() -> None:
+def make_venv(venv: Path) -> None:
     """Debian splits ensurepip off; then this Python's own pip installs one into the environment."""
     if importlib.util.find_spec("ensurepip") is not None:
-        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         return
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--quiet", "pip"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python_in(venv)), "install", "--quiet", "pip"]
+    subprocess.run(pip, check=True)
+
+
+def python_in(venv: Path) -> Path:
+    return venv / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
 def lint(_options: list[str]) -> int:

@@ -10,6 +10,7 @@ from tasklib.client import AsyncClient, Client
 from tasklib.config import Config
 from tasklib.errors import NotInitialised
 from tasklib.handles import Handle
+from tasklib.unawaited import told_if_unawaited
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ def _initialised() -> _Application:
     return _application
 
 
+@told_if_unawaited
 async def submit_task(
     func: TaskFunction[..., Any] | str,
     /,
@@ -146,6 +148,7 @@ def submit_task_sync(func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs
     return default_client().submit_task(func, *args, **kwargs)
 
 
+@told_if_unawaited
 async def submit_many(tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
     """Submit what `function.new(...)` made: all or none, in one transaction. Ids in the order given;
     `id.existed` tells which of them an earlier submit with the same idempotency key had made.

@@ -36,6 +36,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, SchemaError, core_schema, from_json, to_json
 
 from tasklib.errors import InvalidArguments, InvalidTaskDefinition
+from tasklib.other_queues import SUBMIT
 from tasklib.strict_json import (
     MAX_ARGUMENT_BYTES,
     MAX_DEPTH,
@@ -48,6 +49,8 @@ from tasklib.strict_json import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
 
 MAX_ERRORS_SHOWN = 10
 
@@ -420,10 +423,23 @@ def _fields(value: object) -> dict[str, object]:
 
 def _misfit(task_name: str, error: ValidationError) -> InvalidArguments:
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [str(refusal(task_name, each["loc"], _WORDS.get(each["type"], each["msg"]))) for each in details]
+    lines = [str(refusal(task_name, each["loc"], _words(each))) for each in details]
     if len(lines) > MAX_ERRORS_SHOWN:
         lines[MAX_ERRORS_SHOWN:] = [f"{task_name}: and {len(lines) - MAX_ERRORS_SHOWN} more"]
     return InvalidArguments("\n".join(lines))
+
+
+def _words(detail: ErrorDetails) -> str:
+    words = _WORDS.get(detail["type"], detail["msg"])
+    return words + (_as_option(str(detail["loc"][0])) if detail["type"] == "extra_forbidden" else "")
+
+
+def _as_option(name: str) -> str:
+    """An option that was given among the arguments, by the name that it has here or elsewhere."""
+    from tasklib.options import RESERVED_PARAMETERS  # noqa: PLC0415 - tags are encoded as arguments are
+
+    option = name if name in RESERVED_PARAMETERS else SUBMIT.get(name)
+    return f"; as an option: options({option}{'' if '=' in option else '=...'}).submit(...)" if option else ""
 
 
 _WORDS = {

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack
 from uuid import UUID
 from weakref import WeakKeyDictionary
 
+from tasklib.blocking import warn_if_on_loop
 from tasklib.clock import time
 from tasklib.combining import Combiner
 from tasklib.config import Config
 from tasklib.database import Database
-from tasklib.errors import InvalidConfig, InvalidOptions, ResultTimeout, TaskNotRegistered
+from tasklib.errors import InvalidConfig, InvalidOptions, TasklibError, TaskNotRegistered
 from tasklib.handles import Handle
 from tasklib.options import RESERVED_PARAMETERS
 from tasklib.registry import default_registry
 from tasklib.statements import Statements, as_uuid
 from tasklib.statistics import StatisticsStatements
 from tasklib.submission import NewTask, new_task, terms_of
+from tasklib.unawaited import told_if_unawaited
+from tasklib.unfinished import MOST_NAMED, result_timeout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from tasklib.statements import ListFilters
     from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
+    from tasklib.unfinished import Unfinished
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -111,6 +115,7 @@ class Client:
         """Each as soon as it is final; `ResultTimeout` when `timeout` seconds have passed before the last is. All wait
         on one connection, however many there are.
         """
+        warn_if_on_loop()
         waiting = set(_ids(tasks))
         deadline = _deadline(timeout)
         arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
@@ -121,7 +126,7 @@ class Client:
                     found = arrived.get(timeout=_remaining(deadline))
                 except queue.Empty:
                     yield from self._last_look(waiting)
-                    _refuse_late(waiting, timeout)
+                    self._refuse_late(waiting, timeout)
                 else:
                     yield _arrived(found, waiting)
         finally:
@@ -162,6 +167,16 @@ class Client:
         """So that a short timeout, or none at all, still finds what is there."""
         return _taken_from(waiting, self.database.run(self._statements.final([*waiting]))[0])
 
+    def _refuse_late(self, late: set[UUID], timeout: float | None) -> None:
+        if late:
+            raise result_timeout(late, timeout, self._unfinished(sorted(late)))
+
+    def _unfinished(self, late: Sequence[UUID]) -> list[Unfinished] | None:
+        try:
+            return self.database.run(self._statements.unfinished(late[:MOST_NAMED]))[0]
+        except TasklibError:  # e.g. a role that may not read the workers: the timeout is what matters
+            return None
+
     def _chosen(self, connection: Any) -> Any:
         return self._connection() if connection is None and self._connection is not None else connection
 
@@ -189,7 +204,12 @@ class AsyncClient:
     def as_async(self) -> AsyncClient:
         return self
 
-    async def submit(self, task: NewTask, *, connection: Any = None) -> TaskId:
+    @told_if_unawaited
+    def submit(self, task: NewTask, *, connection: Any = None) -> Coroutine[Any, Any, TaskId]:
+        return self.send(task, connection)
+
+    async def send(self, task: NewTask, connection: Any) -> TaskId:
+        """`submit` for who awaits it on the spot."""
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit, task)
         _all_new([task])
@@ -197,10 +217,14 @@ class AsyncClient:
             return await self._combiner().submit(task)
         return (await self.database.run_async(self._statements.submit(task), connection=connection))[0]
 
-    async def submit_task(self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
+    @told_if_unawaited
+    def submit_task(
+        self, func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any
+    ) -> Coroutine[Any, Any, TaskId]:
         task, connection = _new_task(func, args, kwargs)
-        return await self.submit(task, connection=connection)
+        return self.send(task, connection)
 
+    @told_if_unawaited
     async def submit_many(self, tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit_many, tasks)
@@ -251,7 +275,7 @@ class AsyncClient:
                 except TimeoutError:
                     for task in await self._last_look(waiting):
                         yield task
-                    _refuse_late(waiting, timeout)
+                    await self._refuse_late(waiting, timeout)
                 else:
                     yield _arrived(found, waiting)
         finally:
@@ -289,6 +313,16 @@ class AsyncClient:
 
     async def _last_look(self, waiting: set[UUID]) -> list[Task]:
         return _taken_from(waiting, (await self.database.run_async(self._statements.final([*waiting])))[0])
+
+    async def _refuse_late(self, late: set[UUID], timeout: float | None) -> None:  # noqa: ASYNC109 - told, not kept
+        if late:
+            raise result_timeout(late, timeout, await self._unfinished(sorted(late)))
+
+    async def _unfinished(self, late: Sequence[UUID]) -> list[Unfinished] | None:
+        try:
+            return (await self.database.run_async(self._statements.unfinished(late[:MOST_NAMED])))[0]
+        except TasklibError:  # as above
+            return None
 
     async def __aenter__(self) -> Self:
         return self
@@ -374,12 +408,6 @@ def _arrived(found: Task | Exception, waiting: set[UUID]) -> Task:
 def _taken_from(waiting: set[UUID], final: list[Task]) -> list[Task]:
     waiting.difference_update(task.id for task in final)
     return final
-
-
-def _refuse_late(late: set[UUID], timeout: float | None) -> None:
-    if late:
-        some = ", ".join(str(task_id) for task_id in sorted(late)[:3])
-        raise ResultTimeout(f"{len(late)} of the tasks were not final after {timeout:g} s: {some}")
 
 
 def _in_order(given: Sequence[NewTask], batches: Iterable[Mapping[int, TaskId]]) -> list[TaskId]:

@@ -609,9 +609,15 @@ def _refusal_by_the_server(sqlstate: str, message: str) -> TasklibError:
         return DatabaseError(f"the role of this connection may not do this: {message}", sqlstate=sqlstate)
     if _is_end(sqlstate):
         return DatabaseUnavailable(f"PostgreSQL cannot be reached: {message}")
+    if sqlstate == _ABORTED:
+        message = (
+            f"{message}: an earlier statement of this transaction failed, and nothing more can be done in it. Roll it "
+            f"back and begin anew; run statements that may fail in a savepoint"
+        )
     return DatabaseError(message, sqlstate=sqlstate)
 
 
 _VALUE_REFUSED = frozenset({"23502", "23514"})  # not null, check
 _SCHEMA_MISSING = frozenset({"3F000", "42P01", "42883"})  # schema, table, function
 _NO_PRIVILEGE = "42501"
+_ABORTED = "25P02"

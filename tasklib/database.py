@@ -21,6 +21,7 @@ from psycopg import errors
 from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
+from tasklib.blocking import warn_if_on_loop
 from tasklib.borrowed import run_borrowed, run_borrowed_async
 from tasklib.clock import time
 from tasklib.connection import (
@@ -76,6 +77,7 @@ class Database:
         """All in one transaction; on the caller's connection, in the caller's."""
         if connection is not None:
             return run_borrowed(connection, statements)
+        warn_if_on_loop()
         attempt = _Attempt(self._config.database_timeout_seconds, statements)
         if not self._is_schema_checked:
             self.check_schema(attempt.remaining())

@@ -49,7 +49,7 @@ class TaskNotFound(TasklibError, LookupError):
 
 
 class ResultTimeout(TasklibError, TimeoutError):
-    """The task was not final in time. It goes on."""
+    """The task was not final in time. It goes on. The message says how it stands, and if no live worker serves it."""
 
 
 class InvalidResult(TasklibError, ValueError):
@@ -62,7 +62,8 @@ class InvalidResult(TasklibError, ValueError):
 
 class TaskFailed(TasklibError):
     """The task whose result was asked for did not succeed: its `task_id`, `name`, `state` and error `code`; `message`,
-    "Type: what happened"; `traceback`, the text as it is stored, which begins with the message.
+    "Type: what happened"; `traceback`, the text as it is stored, which begins with the message. Python prints that text
+    below the error, as a note.
     """
 
     def __init__(self, *, task_id: UUID, name: str, state: str, code: str, error: str) -> None:
@@ -73,6 +74,8 @@ class TaskFailed(TasklibError):
         self.message = error.partition("\n")[0]
         self.traceback = error
         super().__init__(f"{name} ({task_id}) {state}: {self.message}")
+        if "\n" in error:
+            self.add_note(f"\nIn the worker, {error}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {"task_id": self.task_id, "name": self.name, "state": self.state, "code": self.code}

@@ -10,22 +10,36 @@ import json
 import logging
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+from typing import Any
 
 MAX_SHOWN = 500
 logger = logging.getLogger("tasklib")
 task_logger = logging.getLogger("tasklib.tasks")  # the line at the end of each attempt: apart, since there may be many
 
 
-def _render(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
-    name = str(event.pop("event"))
-    exc_info = event.pop("exc_info", None)
-    words = " ".join(f"{key}={_shown(value)}" for key, value in event.items() if value is not None)
-    message = f"{name} {words}".rstrip()
-    return (message,), {"extra": {"tasklib": {"event": name, **event}}, "exc_info": exc_info}
+def _render(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The message, and the other arguments of a logger's method."""
+    exc_info = values.pop("exc_info", None)
+    words = " ".join(
+        f"{key}={_shown(value)}" for key, value in values.items() if value is not None and key != "exception"
+    )
+    message = f"{name} {words}".rstrip() + _below(values.get("exception"))
+    return message, {"extra": {"tasklib": {"event": name, **values}}, "exc_info": exc_info}
+
+
+def _below(trace: str | None) -> str:
+    """A traceback as text, on lines of its own. They are indented, so that no text of a user's looks like an event."""
+    return "".join(f"\n    {printable(line)}" for line in (trace or "").splitlines())
+
+
+def printable(text: str) -> str:
+    """Control codes are shown, not obeyed."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def bounded(text: str, most: int) -> str:
+    """Both ends are kept: a traceback says at its end where it happened."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _shown(value: Any) -> str:
@@ -66,8 +80,8 @@ class Log:
         if not self._logger.isEnabledFor(level):
             return
         try:
-            words, settings = _render(None, "", {"event": event, **values})
-            self._logger.log(level, *words, **settings, stacklevel=3)
+            message, settings = _render(event, values)
+            self._logger.log(level, message, **settings, stacklevel=3)
         except Exception:  # noqa: BLE001 - whatever it is, it is told where logging itself tells its troubles
             if logging.raiseExceptions and sys.stderr is not None:
                 traceback.print_exc(file=sys.stderr)

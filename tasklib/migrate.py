@@ -43,7 +43,7 @@ TABLE_WAIT = "5s"  # for a table's lock: everyone who comes after the waiting mi
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
 # order: of two versions in a rollout, each would take the other's functions for outdated.
-FUNCTIONS_REVISION = 15
+FUNCTIONS_REVISION = 16
 # What the schema's own expressions mean is settled when they are made: a name in them must not be found in `public`.
 # For the transaction alone: a pooler may be in between.
 _OWN_PATH: LiteralString = f"set local search_path = {SEARCH_PATH}"

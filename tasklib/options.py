@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from tasklib.arguments import encode_untyped
 from tasklib.errors import InvalidOptions
 from tasklib.names import check_key, check_queue, check_tag_key
+from tasklib.other_queues import SUBMIT, instead_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,8 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(options.keys() - RESERVED_PARAMETERS)
     if unknown:
         raise InvalidOptions(
-            f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(RESERVED_PARAMETERS))}"
+            f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(RESERVED_PARAMETERS))}."
+            f"{instead_of(unknown, SUBMIT)}"
         )
     if options.get("delay_seconds") and options.get("scheduled_at") is not None:
         raise InvalidOptions("give delay_seconds or scheduled_at, not both")

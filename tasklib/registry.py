@@ -27,10 +27,7 @@ class Registry:
     def add(self, function: TaskFunction[..., Any]) -> None:
         known = self._functions.get(function.name)
         if known is not None and not _is_redefinition(known, function):
-            raise InvalidTaskDefinition(
-                f"two functions are called {function.name!r}: {_place(known)} and {_place(function)}. "
-                f'Rename one, or give it a name of its own with @task(name="...").'
-            )
+            raise InvalidTaskDefinition(_twice(known, function))
         self._functions[function.name] = function
         self.revision += 1
 
@@ -64,6 +61,25 @@ def discover(modules: Iterable[str]) -> None:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise  # something that the module imports is missing, not the module
             raise TaskNotRegistered(f"module {module!r} cannot be found from {Path.cwd()}") from None
+
+
+def _twice(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> str:
+    modules = {known.function.__module__, new.function.__module__}
+    if "__main__" in modules and _file(known) == _file(new) != "":
+        [imported] = modules - {"__main__"} or {"__main__"}
+        return (
+            f"task {new.name!r} is defined twice, since {_file(new)} is run as the main program and imported as "
+            f"{imported!r} too. Put the tasks into a module of their own, which both the program and others import."
+        )
+    return (
+        f"two functions are called {new.name!r}: {_place(known)} and {_place(new)}. "
+        f'Rename one, or give it a name of its own with @task(name="...").'
+    )
+
+
+def _file(task: TaskFunction[..., Any]) -> str:
+    code = getattr(task.function, "__code__", None)
+    return "" if code is None else str(code.co_filename)
 
 
 def _place(task: TaskFunction[..., Any]) -> str:

@@ -22,6 +22,7 @@ from tasklib.record import Attempt, Task
 from tasklib.sql import queries
 from tasklib.states import UNSUCCESSFUL, State
 from tasklib.strict_json import storable
+from tasklib.unfinished import Unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,6 +125,11 @@ class Statements:
 
     def missing(self, task_ids: Sequence[UUID]) -> Statement[Sequence[UUID]]:
         return Statement(self._sql["missing"], ([*task_ids],), _read_column, is_change=False)
+
+    def unfinished(self, task_ids: Sequence[UUID]) -> Statement[list[Unfinished]]:
+        return Statement(
+            self._sql["unfinished"], ([*task_ids],), lambda rows: [*map(Unfinished._make, rows)], is_change=False
+        )
 
     def say_that_somebody_waits(self) -> Statement[None]:
         return Statement(self._sql["say_that_somebody_waits"], (), lambda _: None)

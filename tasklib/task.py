@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from tasklib.application import default_async_client, default_client
@@ -14,9 +15,11 @@ from tasklib.errors import InvalidOptions, InvalidTaskDefinition
 from tasklib.handles import Handle
 from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, Isolation, OnCrash, SubmitOptions, TaskOptions
+from tasklib.other_queues import ATTRIBUTES, DEFINITION, instead_of
 from tasklib.registry import default_registry
 from tasklib.results import result_schema
 from tasklib.submission import NewTask, new_task, terms_of
+from tasklib.unawaited import told_if_unawaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -48,7 +51,7 @@ class TaskFunction(Generic[P, R_co]):
     ) -> None:
         functools.update_wrapper(self, function, updated=())  # the function's own attributes may be called like ours
         self.function = function
-        self.name = check_task_name(str(getattr(function, "__name__", function)) if name is None else name)
+        self.name = _name_of(function) if name is None else check_task_name(name)
         self.task_options = options or TaskOptions()
         # Another one each time that its module is loaded: by that, a reload is told from a second definition.
         self.module_spec = getattr(sys.modules.get(getattr(function, "__module__", "")), "__spec__", None)
@@ -62,8 +65,21 @@ class TaskFunction(Generic[P, R_co]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.function(*args, **kwargs)
 
+    if not TYPE_CHECKING:  # a checker is to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Names that other queues have, and this one has not."""
+            instead = f". Instead of {name}, use {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(f"task function {self.__dict__.get('name')!r} has no attribute {name!r}{instead}")
+
     def __reduce__(self) -> str:
-        return self.__qualname__  # found again by its place in its module, as functions are
+        """Found again by its place in its module, as functions are."""
+        if "<locals>" in self.__qualname__:
+            raise PicklingError(
+                f"task function {self.name!r} is defined inside another function, where no other process finds it: "
+                f"move it to the top level of a module, or send its name"
+            )
+        return self.__qualname__
 
     def __repr__(self) -> str:
         return f"<task function {self.name!r}>"
@@ -72,8 +88,9 @@ class TaskFunction(Generic[P, R_co]):
         """The function with options for its next submits; the types of its arguments are kept."""
         return Submitter(self, options)
 
-    async def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return await self._plainly.submit(*args, **kwargs)
+    @told_if_unawaited
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, TaskId]:
+        return self._plainly.send(args, kwargs)
 
     def submit_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return self._plainly.submit_sync(*args, **kwargs)
@@ -84,9 +101,10 @@ class TaskFunction(Generic[P, R_co]):
     ) -> Handle[T]: ...
     @overload
     async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    @told_if_unawaited
     async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
         """Submit, and get hold of the result: `await (await add.submit_handle(1, 2)).result(timeout=10)`."""
-        return self.handle(await self._plainly.submit(*args, **kwargs))
+        return self.handle(await self._plainly.send(args, kwargs))
 
     @overload
     def submit_handle_sync(
@@ -124,6 +142,7 @@ class Submitter(Generic[P, R_co]):
     """A task function together with the options of a submit."""
 
     def __init__(self, task: TaskFunction[P, R_co], options: SubmitOptions) -> None:
+        self.name = task.name
         self._task = task
         self._options = options
         self.terms = terms_of(task, options)
@@ -131,8 +150,9 @@ class Submitter(Generic[P, R_co]):
     def options(self, **options: Unpack[SubmitOptions]) -> Submitter[P, R_co]:
         return Submitter(self._task, {**self._options, **options})
 
-    async def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
-        return await default_async_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
+    @told_if_unawaited
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, TaskId]:
+        return self.send(args, kwargs)
 
     def submit_sync(self, /, *args: P.args, **kwargs: P.kwargs) -> TaskId:
         return default_client().submit(self._new(args, kwargs), connection=self._options.get("connection"))
@@ -143,8 +163,9 @@ class Submitter(Generic[P, R_co]):
     ) -> Handle[T]: ...
     @overload
     async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    @told_if_unawaited
     async def submit_handle(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[Any]:
-        return self._task.handle(await self.submit(*args, **kwargs))
+        return self._task.handle(await self.send(args, kwargs))
 
     @overload
     def submit_handle_sync(
@@ -159,6 +180,10 @@ class Submitter(Generic[P, R_co]):
         if self._options.get("connection") is not None:
             raise InvalidOptions("a new task holds no connection: pass connection= to submit or submit_many")
         return self._new(args, kwargs)
+
+    def send(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Coroutine[Any, Any, TaskId]:
+        """`submit` for this module: awaited on the spot."""
+        return default_async_client().send(self._new(args, kwargs), self._options.get("connection"))
 
     def _new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NewTask:
         return new_task(self._task, args, kwargs, self.terms)
@@ -215,11 +240,23 @@ def get_registered_tasks() -> dict[str, RegisteredTask]:
     return {task.name: RegisteredTask(task.function, task.arguments, task.task_options) for task in default_registry}
 
 
+def _name_of(function: Any) -> str:
+    own = getattr(function, "__name__", None)
+    if own is None or own == "<lambda>":
+        what = f"a {type(function).__name__}" if own is None else "a lambda"
+        raise InvalidTaskDefinition(
+            f"{what} has no name under which a worker could find it: write a function with `def` at the top level of a "
+            f'module, or give a name: tasklib.task(name="...")'
+        )
+    return check_task_name(own)
+
+
 def _task_options(options: dict[str, Any]) -> TaskOptions:
     unknown = sorted(options.keys() - set(TaskOptions.__slots__))
     if unknown:
         raise InvalidTaskDefinition(
-            f"@task has no option {', '.join(unknown)}; it has: {', '.join(TaskOptions.__slots__)}"
+            f"@task has no option {', '.join(unknown)}; it has: {', '.join(TaskOptions.__slots__)}."
+            f"{instead_of(unknown, DEFINITION)}"
         )
     for name in {"retry_on", "no_retry_on"} & options.keys():
         options[name] = _as_tuple(options[name])

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from tests.raw_sql import Conn, NewDatabase
 
 
-pytest_plugins = ["tasklib.pytest_plugin"]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Through a pooler, what is about direct connections is left out."""
     if os.environ.get("TASKLIB_TEST_POOLER"):

@@ -26,7 +26,7 @@ import structlog
 from pydantic_core import to_json
 
 from tasklib.errors import InvalidConfig
-from tasklib.log import task_logger
+from tasklib.log import bounded, printable, task_logger
 from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
@@ -335,10 +335,7 @@ def _in_order(process: str) -> Processor:
 
 
 def _bounded(value: Any) -> Any:
-    """Both ends are kept: a traceback says at its end what happened."""
-    if type(value) is str and len(value) > MAX_TEXT:
-        return f"{value[: MAX_TEXT // 2]} ... {value[-MAX_TEXT // 2 :]}"
-    return value
+    return bounded(value, MAX_TEXT) if type(value) is str else value
 
 
 def _redacting(secrets: Iterable[str]) -> Callable[[Any, str, str], str]:
@@ -364,17 +361,13 @@ def _console(_logger: Any, _method: str, event: Event) -> str:
     trace = values.pop("exception", None)
     has_colour = os.isatty(2) and "NO_COLOR" not in os.environ
     words = " ".join(f"{key}={_shown(value)}" for key, value in values.items())
-    line = f"{moment[11:-1]} {level:<8} {_printable(str(name))} {words}"
+    line = f"{moment[11:-1]} {level:<8} {printable(str(name))} {words}"
     colour = _COLOURS.get(level) if has_colour else None
     coloured = f"\x1b[{colour}m{line}\x1b[0m" if colour else line
-    indented = "".join(f"    {_printable(each)}\n" for each in str(trace).splitlines()) if trace else ""
+    indented = "".join(f"    {printable(each)}\n" for each in str(trace).splitlines()) if trace else ""
     return f"{coloured}\n{indented}"
 
 
 def _shown(value: Any) -> str:
-    text = _printable(value if isinstance(value, str) else str(value))
+    text = printable(value if isinstance(value, str) else str(value))
     return json.dumps(text, ensure_ascii=False) if not text or " " in text else text
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -56,6 +56,7 @@ SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: data
 MIN_TOKEN_CHARACTERS = 16
 MAX_SOCKET_PATH_BYTES = 100  # 104 on macOS and 108 on Linux, the final zero included
 LONGEST_SOCKET_NAME = "wake-9999-99999999"
+RETRY_JITTER = 0.1  # Config's own is 0, so that 5, 10, 20 s are exact; a daemon's tasks tend to fail all at once
 
 
 def _split(given: Any) -> Any:
@@ -244,6 +245,7 @@ def load(
     }
     directory = given.setdefault("runtime_directory", _Given(default_runtime_directory(environment), "default"))
     given.setdefault("control_socket", _Given(Path(str(directory.value)) / "control.sock", "default"))
+    given.setdefault("retry_jitter", _Given(RETRY_JITTER, "default"))
     library = {key: one.value for key, one in given.items() if key in LIBRARY_KEYS}
     rest = {key: one.value for key, one in given.items() if key not in LIBRARY_KEYS}
     try:

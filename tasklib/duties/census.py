@@ -43,6 +43,8 @@ class Census:
         if self.unserved and (self.unserved != before or time.monotonic() >= self._tell_at):
             self._tell_at = time.monotonic() + TELL_AGAIN_SECONDS
             log.warning(
-                "tasks.unserved", names=self.unserved, hint="is the module that defines them imported by a worker?"
+                "tasks.unserved",
+                names=self.unserved,
+                hint="is the module that defines them imported by a worker, and are they at its top level?",
             )
         return self._pause_seconds

@@ -4,10 +4,12 @@ nothing. One bad row does not keep its neighbours.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import psycopg
 
+from tasklib.attempt_log import log_attempt
 from tasklib.duties.apart import Aside, first_line, may_be_one_row, send_apart
 from tasklib.log import log
 from tasklib.statements import settlement_json
@@ -103,12 +105,10 @@ class Settling:
 
 
 def _tell(task: HeldTask, settlement: Settlement, now: datetime) -> None:
-    """The one line at the end of an attempt, which its worker cannot write any more."""
-    log.warning(
-        f"task.{str(settlement.outcome).lower()}", task=task.name, task_id=task.id, queue=task.queue,
-        attempt=task.attempt + (task.state != State.RUNNING), state=str(settlement.state), worker_id=task.worker_id,
-        seconds=round(_seconds(task, now), 4) if task.started_at else None,
-        error_code=settlement.problem and settlement.problem.code, due_at=settlement.due_at,
+    """Its worker cannot write the line any more. It is a warning at least: a worker has died, or lost its lease."""
+    log_attempt(
+        log, task, settlement, attempt=task.attempt + (task.state != State.RUNNING), least_level=logging.WARNING,
+        seconds=_seconds(task, now) if task.started_at else None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
 -- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 8af88bb04446c259367c7f18feafcc8a
 -- function caller() returns name for public ad9fb0d65709c506d7eadeb7a2633439
--- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b3fe28d80c398e98493744dad101d31b
+-- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b4c47d045e95536169e1a03c2f791df1
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
 -- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0

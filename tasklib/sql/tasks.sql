@@ -78,6 +78,16 @@ where id = any($1::uuid[]) and completed_at is not null;
 select id from unnest($1::uuid[]) as given (id) where not exists (select from tasklib.tasks where tasks.id = given.id);
 
 
+-- How tasks stand that were waited for in vain, and whether a live worker would run them.
+-- name: unfinished
+select task.id, task.name, task.queue, task.state, case when not task.ready then task.due_at end,
+       exists (select from tasklib.workers
+                where died_at is null and not stopping and lease_until > clock_timestamp()
+                  and task.name = any(task_names) and (queues is null or task.queue = any(queues)))
+from tasklib.tasks as task
+where task.id = any($1::uuid[]);
+
+
 -- Until this session ends, whatever makes a task final tells of it: see the trigger tell_done.
 -- name: say_that_somebody_waits
 select pg_advisory_lock_shared(hashtextextended('tasklib.task_done', 0));
@@ -414,7 +424,8 @@ select id from free;
 -- One JSON value and not twenty arrays: cheaper to write and to read (see submit_many).
 -- A waiting task says with due_at when its time comes; without, it is ready at once. What is left out stays as it is
 -- (scheduled_at, started_at), or is cleared (result, error), unless the task waits without having failed. A task that
--- was asked to stop does not go on, also when its worker had not heard of it. The clock is read once: between two looks
+-- was asked to stop does not go on, also when its worker had not heard of it. The reason of that request is in `error`
+-- already (see tasklib.cancel) and stays there; a CANCELLED attempt repeats it. The clock is read once: between two looks
 -- a due time could pass, and the row would wait for nothing. The worker's own may be a little ahead: what is due at once
 -- by that is ready. Counters end at their bound. An attempt whose number is taken, because somebody has changed the
 -- counter by hand, is not written: that must not keep the task from being settled.
@@ -440,11 +451,12 @@ with given as (
                       case when became.waits and became.state = 'failed' then given.due_at end,
                       case when not became.waits then given.finished_at end,
                       given.result,
-                      case when became.stops then 'Cancelled: on request'
+                      case when became.is_stopped and task.error_code = 'CANCELLED' then task.error
+                           when became.is_stopped then 'Cancelled: on request'
                            when given.state = 'pending' then task.error else given.error end,
-                      case when became.stops then 'CANCELLED'
+                      case when became.is_stopped then 'CANCELLED'
                            when given.state = 'pending' then task.error_code else given.error_code end
-                 from (select goes_on and task.cancel_asked_at is not null as stops,
+                 from (select task.cancel_asked_at is not null and (goes_on or given.state = 'cancelled') as is_stopped,
                               goes_on and task.cancel_asked_at is null as waits,
                               case when goes_on and task.cancel_asked_at is not null then 'cancelled'
                                    else given.state end as state,
@@ -467,7 +479,9 @@ with given as (
        and task.state in ('claimed', 'running') and task.state = coalesce(given.seen, task.state)
     returning task.id, task.queue, task.attempt, task.fencing_token, task.started_at, task.ready, task.due_at,
               task.completed_at is null as goes_on, given.began, given.outcome, given.finished_at, given.error_code,
-              given.error_message, given.failed_reason, given.error
+              case when given.outcome = 'CANCELLED' and task.error <> given.error
+                   then substr(task.error, length('Cancelled: ') + 1) else given.error_message end as error_message,
+              given.failed_reason, case when given.outcome = 'CANCELLED' then task.error else given.error end as error
 ), attempts as (
     insert into tasklib.attempts (
         task_id, fencing_token, started_at, finished_at, attempt, worker_pid, will_retry, outcome, worker_id,

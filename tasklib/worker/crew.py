@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tasklib.attempt_log import log_attempt
 from tasklib.budget import BudgetCheck, connection_budget
 from tasklib.clock import time
 from tasklib.database import Database
@@ -33,7 +34,6 @@ from tasklib.outcomes import (
 )
 from tasklib.retry import Exponential
 from tasklib.statements import WorkerStatements
-from tasklib.states import State
 from tasklib.worker.buffer import Buffer
 from tasklib.worker.claimer import Claimer, Menu
 from tasklib.worker.clock import DatabaseClock
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
     from tasklib.current import CurrentTask
-    from tasklib.outcomes import HeldTask, Outcome
+    from tasklib.outcomes import Outcome
     from tasklib.worker.execution import Execution
     from tasklib.worker.processes import SuspectLimits
     from tasklib.worker.runners import NewLoop, Report
@@ -228,7 +228,7 @@ class Crew:
                 self.finisher.add_success(execution, outcome, moment, reading)
                 done.append((execution, seconds))
                 if is_told:
-                    _tell(execution.task, succeeded(outcome), seconds)
+                    _tell(execution, succeeded(outcome), seconds)
                 continue
             settlement = self._decide(execution, outcome, reading.at(moment))
             self.finisher.add(execution, settlement, moment, reading)
@@ -237,7 +237,7 @@ class Crew:
             else:
                 self.buffer.dropped(execution)
             if is_told or settlement.problem is not None:
-                _tell(execution.task, settlement, seconds)
+                _tell(execution, settlement, seconds)
         self.buffer.done(done)
         if self.finisher.is_to_be_woken:
             self.loops["finish"].wake()
@@ -438,13 +438,6 @@ class Crew:
             self._settled.wait(0.01)
 
 
-def _tell(task: HeldTask, settlement: Settlement, seconds: float) -> None:
-    """The one line at the end of an attempt. Arguments and results are never in it."""
-    word = (settlement.outcome or ("released" if settlement.state == State.PENDING else settlement.state)).lower()
-    is_trouble = settlement.problem is not None and settlement.state != State.CANCELLED
-    tell = task_log.warning if is_trouble else task_log.info
-    tell(
-        f"task.{word}", task=task.name, task_id=task.id, queue=task.queue, attempt=task.attempt + 1,
-        seconds=round(seconds, 4), state=str(settlement.state), worker_id=task.worker_id,
-        error_code=settlement.problem and settlement.problem.code, due_at=settlement.due_at,
-    )  # fmt: skip
+def _tell(execution: Execution, settlement: Settlement, seconds: float) -> None:
+    task = execution.task
+    log_attempt(task_log, task, settlement, attempt=task.attempt + 1, seconds=seconds)

@@ -47,7 +47,7 @@ from tasklib.worker.forks import Original, call_in_one_process
 from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks, run_start_hooks, run_stop_hooks
 from tasklib.worker.launching import count_sockets
 from tasklib.worker.problems import problem_of
-from tasklib.worker.processes import DRAINING, NO_ANSWER, STOPS, decoded_order, encoded_outcome
+from tasklib.worker.processes import DRAINING, IMPORTED_MAIN, NO_ANSWER, STOPS, decoded_order, encoded_outcome
 from tasklib.worker.runners import completed, outcome_of, prepared_call, refuse_unfinished
 from tasklib.worker.surroundings import WorkerSurroundings, describe
 from tasklib.worker.transactions import Transactions
@@ -145,7 +145,7 @@ def _import(place: str) -> None:
     if not os.path.isabs(place):  # noqa: PTH117 - it is a module, mostly
         importlib.import_module(place)
         return
-    name = "__tasklib_main__"
+    name = IMPORTED_MAIN
     spec = importlib.util.spec_from_file_location(name, place)
     if name not in sys.modules and spec is not None and spec.loader is not None:
         sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -46,8 +46,9 @@ def on_worker_stop(hook: Hook) -> Hook:
 
 
 def around_task(hook: Around) -> Around:
-    """A function that makes a context manager: each task function is called inside one, in its own thread. An async
-    task function gets those that can be entered by `async with`, too. What one raises fails the task.
+    """A function that makes a context manager: each sync task function is called inside one, in its own thread. Async
+    task functions are called inside those that can be entered by `async with`, and no others. What one raises fails
+    the task.
     """
     _around.append(hook)
     return hook

@@ -84,6 +84,7 @@ CHUNK_BYTES = 65_536
 FLOOD_PAUSE_SECONDS = 0.02  # for a child that says more than anybody reads
 LARGEST_WORD_BYTES = 8 * 1024 * 1024  # results and errors are two or three at most
 NO_ANSWER = 113  # the exit code of a child that could not say how it ended
+IMPORTED_MAIN = "__tasklib_main__"  # what the worker's main program is called where isolated tasks run
 
 # What a worker says to a child, one byte each, after the order.
 STOPS: dict[bytes, type[TaskInterrupt]] = {b"t": TimeoutInterrupt, b"c": CancelInterrupt, b"s": StopInterrupt}
@@ -589,6 +590,11 @@ class ForkServer:
 def place_of(function: Callable[..., Any]) -> str:
     """Where another interpreter finds it: the name of its module, or the file that this one was started with."""
     name = str(function.__module__)
+    if name == IMPORTED_MAIN:
+        raise InvalidTaskDefinition(
+            "the script starts a worker, or runs its tasks, when it is imported, and processes for isolated tasks "
+            'import it: put that under `if __name__ == "__main__":`'
+        )
     if name != "__main__":
         return name
     main = sys.modules["__main__"]

@@ -75,7 +75,10 @@ def prepared_call(execution: Execution) -> Callable[[], Any] | Failed:
     """
     function = execution.function
     if function is None:
-        missing = TaskNotRegistered(f"no task function is called {execution.task.name!r} in this worker")
+        missing = TaskNotRegistered(
+            f"no task function is called {execution.task.name!r} in this worker: does it import the module that "
+            f"defines it, at its top level?"
+        )
         return Failed(problem_of(missing, code="UNKNOWN_TASK"), may_retry=False)
     try:
         args, kwargs = function.arguments.decode(execution.claimed.args or "", execution.claimed.kwargs or "")

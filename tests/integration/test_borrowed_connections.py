@@ -146,7 +146,7 @@ def test_an_aborted_transaction_is_our_error(borrower: Borrower, pay: Pay) -> No
     with contextlib.suppress(Undo), borrower.inside(borrower.transaction()):
         with pytest.raises(Exception, match="division by zero"):
             borrower.execute("select 1/0")
-        with pytest.raises(tasklib.DatabaseError):
+        with pytest.raises(tasklib.DatabaseError, match="Roll it back"):
             borrower.submit(pay.new(1))
         raise Undo
 

@@ -25,6 +25,8 @@ from tests.raw_sql import literal
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.raw_sql import Conn, NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +142,12 @@ def test_a_pool_of_dead_connections_costs_no_time(
         conn.execute("select pg_terminate_backend(pid) from ours where application_name = 'tasklib'")
         pauses: list[float] = []
         pause_after = _Attempt.pause_after
-        monkeypatch.setattr(_Attempt, "pause_after", lambda *args: pauses.append(pause_after(*args)) or pauses[-1])
+
+        def noted(attempt: _Attempt, error: psycopg.Error, pool: Mapping[str, int]) -> float:
+            pauses.append(pause_after(attempt, error, pool))
+            return pauses[-1]
+
+        monkeypatch.setattr(_Attempt, "pause_after", noted)
         client.submit(task.new(11))
         assert set(pauses) == {0.0}
 

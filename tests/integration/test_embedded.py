@@ -452,7 +452,7 @@ def test_a_user_id_that_cannot_be_given_a_name_is_told(monkeypatch: pytest.Monke
 
 
 def test_fixture_is_a_server(tasklib_postgres: Server) -> None:
-    """`pytest_plugins = ["tasklib.pytest_plugin"]` is all that a project needs for a database in its tests."""
+    """To install the package is all that a project needs for a database in its tests: pytest finds the plugin."""
     assert query(tasklib_postgres.dsn_for("template1"), "select current_database()") == "template1"
 
 
@@ -463,7 +463,7 @@ def test_fixture_yields_the_server_of_tasklib_test_dsn(tmp_path: Path) -> None:
         "    assert tasklib_postgres.dsn == 'postgresql://elsewhere/ci'\n"
         "    assert tasklib_postgres.dsn_for('x') == 'postgresql://elsewhere/x'\n"
     )
-    options = ["-q", "-p", "tasklib.pytest_plugin", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    options = ["-q", "-c", os.devnull, "--rootdir", str(tmp_path)]
     command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
     result = run(command, TASKLIB_TEST_DSN="postgresql://elsewhere/ci")
     assert result.returncode == 0, result.stdout

@@ -35,6 +35,7 @@ from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import (
     Cancelled,
     Completed,
+    Crashed,
     Expired,
     Failed,
     HeldTask,
@@ -230,6 +231,7 @@ class ModelTask:
     def cancel(self) -> str | None:
         if self.is_held:
             self.is_asked = True
+            self.error_code = "CANCELLED"
             return "asked"
         if self.is_final:
             return None
@@ -865,10 +867,40 @@ def test_a_cancel_that_the_worker_has_not_heard_of_is_not_forgotten(
 ) -> None:
     """It was answered with "asked": the task must not run again, though its worker settled it before it heard."""
     now = datetime.now(UTC)
-    assert stage.workers.run(stage.client.cancel(task.id, None)) == "asked"
+    assert stage.workers.run(stage.client.cancel(task.id, "ordered twice")) == "asked"
     settlement = settlement_json(task, decide(task, outcome, now, RULES), started_at=now, finished_at=now)
     assert stage.workers.run(stage.statements.settle("worker-1", [settlement])) == [task.id]
-    assert _row(stage, task).state == "cancelled"
+    row = _row(stage, task)
+    assert (row.state, row.error_code, row.error) == ("cancelled", "CANCELLED", "Cancelled: ordered twice")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "kept"),
+    [
+        ([None], "on request"),
+        (["ordered twice"], "ordered twice"),
+        (["ordered twice", None], "ordered twice"),
+        (["ordered twice", ""], "ordered twice"),
+        (["ordered twice", "by mistake"], "by mistake"),
+    ],
+)
+def test_the_reason_of_a_cancel_is_kept_for_a_task_that_is_held(
+    stage: Stage, task: HeldTask, reasons: list[str | None], kept: str
+) -> None:
+    """In the row from the request on, and in the attempt; the last reason that was given. A crash does not lose it."""
+    earlier = "update tasklib.tasks set error = 'ValueError: before', error_code = 'X'"
+    stage.conn.execute(earlier)
+    for reason in reasons:
+        assert stage.workers.run(stage.client.cancel(task.id, reason)) == "asked"
+    assert _row(stage, task).error == f"Cancelled: {kept}"
+    now = datetime.now(UTC)
+    asked = task._replace(cancel_asked_at=now)
+    crashed = decide(asked, Crashed("its worker died", alone=True), now, RULES)
+    settlement = settlement_json(asked, crashed, started_at=now, finished_at=now)
+    assert stage.workers.run(stage.statements.settle("worker-1", [settlement])) == [task.id]
+    assert _row(stage, task).error == f"Cancelled: {kept}"
+    attempts = stage.conn.execute("select outcome, error_message from tasklib.attempts where task_id = %s", [task.id])
+    assert attempts.fetchall() == [("CANCELLED", kept)]
 
 
 def test_a_cancel_outlives_a_claim_whose_answer_was_lost(stage: Stage, task: HeldTask) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -167,6 +168,8 @@ def test_a_failure_is_raised_with_all_that_is_known(app: None, worker: Any) -> N
     assert error.message == "ZeroDivisionError: division by zero"
     assert "in divide" in error.traceback
     assert "return a / b" in error.traceback
+    shown = "".join(traceback.format_exception(error))
+    assert "return a / b" in shown, "Python shows where it happened, without being asked"
 
 
 def test_each_end_has_its_error(app: None, client: tasklib.Client, conn: Conn) -> None:
@@ -212,6 +215,38 @@ async def test_what_is_final_comes_before_the_timeout(add: Any, client: tasklib.
         next(sync)
     with pytest.raises(tasklib.ResultTimeout, match=f"1 of the tasks.*{late}"):
         await anext(awaited)
+
+
+async def test_a_timeout_says_how_the_task_stands(add: Any, config: tasklib.Config) -> None:
+    """Its state, when it is due, and if nobody serves it: most often it is a worker that was forgotten."""
+
+    @tasklib.task(queue="slow")
+    def hold() -> None:
+        is_held.set()
+        release.wait(20)
+
+    is_held, release = threading.Event(), threading.Event()
+    unserved = await add.submit_handle(1, 1)
+    due = await hold.options(delay_seconds=3600).submit_handle()
+    held = await hold.submit_handle()
+    nobody = r"no live worker serves task 'add' in queue 'default'"
+    with running(config, queues=["slow"]):
+        assert is_held.wait(20)
+        wait_until(lambda: held.status() == "running", "marked")
+        unserved_now = rf"add \({unserved.id}\) is pending, and {nobody}"
+        with pytest.raises(tasklib.ResultTimeout, match=unserved_now):
+            unserved.result_sync(0)
+        with pytest.raises(tasklib.ResultTimeout, match=unserved_now):
+            await unserved.result(0)
+        with pytest.raises(tasklib.ResultTimeout, match=r"is pending, due at \d{4}-\d\d-\d\d [\d:]+ \w+$"):
+            due.result_sync(0)
+        with pytest.raises(tasklib.ResultTimeout, match=r"is running$"):
+            held.result_sync(0)
+        with pytest.raises(tasklib.ResultTimeout, match=r"^4 tasks were not final after 0 s: .*; and 1 more$"):
+            tasklib.wait_for_sync([unserved, due, held, uuid4()], timeout=0)
+        release.set()
+    with pytest.raises(tasklib.ResultTimeout, match="not in the database"):
+        tasklib.wait_for_sync([uuid4()], timeout=0)
 
 
 async def test_who_gives_up_leaves_nothing_behind(add: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
@@ -16,6 +16,9 @@ from psycopg.rows import dict_row
 import tasklib
 from tasklib.statements import BATCH_ROWS
 from tests.raw_sql import Conn, literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -306,6 +309,28 @@ async def test_the_wrong_kind_of_connection_is_refused(app: None, database_url: 
         await task.options(connection=mine).submit()
     with pytest.raises(tasklib.InvalidOptions, match=r"psycopg\.Connection"):
         task.options(connection=object()).submit_sync()
+
+
+async def test_a_sync_call_on_the_event_loop_works_and_is_told_of(
+    app: None, database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In each place that makes one: a submit, a look, a wait. On a connection of one's own it is one's own affair."""
+    names: dict[str, Any] = {"add": tasklib.task(name="add")(lambda: None), "tasklib": tasklib}
+    lines = [
+        "handle = add.submit_handle_sync()",
+        "tasklib.get_task(handle.id)",
+        "try: handle.result_sync(timeout=0)",
+        "except tasklib.ResultTimeout: pass",
+        "add.options(connection=conn).submit_sync()",
+    ]
+    with psycopg.connect(database_url) as names["conn"]:
+        exec(compile("\n".join(lines), tmp_path / "views.py", "exec"), names)
+    told = [record.tasklib for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(each["event"], each["call"], each["line"]) for each in told] == [
+        ("loop.blocked", "submit_handle_sync", 1),
+        ("loop.blocked", "get_task", 2),
+        ("loop.blocked", "result_sync", 3),
+    ]
 
 
 def test_an_aborted_transaction_is_reported_in_our_words(database_url: str, client: tasklib.Client) -> None:

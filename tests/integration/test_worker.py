@@ -493,11 +493,13 @@ def test_a_running_task_is_cancelled(
     task_id = client.submit_task(tasklib.task(name="forever")(forever_async if is_async else forever))
     with running(config):
         assert began.wait(20)
-        assert client.cancel_task(task_id) == "asked"
+        assert client.cancel_task(task_id, "ordered twice") == "asked"
         task = wait_final(client, task_id)
     assert (task.state, task.error_code, task.cancel_asked_at) == ("cancelled", "CANCELLED", None)
+    assert task.error == "Cancelled: ordered twice"
     assert stopped_by == ["CancelledError" if is_async else "CancelInterrupt"]
     assert attempts(conn) == [(1, "CANCELLED", False)]
+    assert conn.execute("select error_message from tasklib.task_attempts").fetchall() == [("ordered twice",)]
 
 
 def test_a_buffered_task_is_cancelled_without_running(
@@ -705,6 +707,27 @@ def test_one_line_ends_an_attempt_and_never_holds_arguments(
     assert "S3CR3T" not in caplog.text
     record = next(record for record in caplog.records if "task.failed" in record.getMessage())
     assert record.tasklib["error_code"] == "ValueError"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("retries", "level"), [(0, "ERROR"), (1, "WARNING")])
+def test_a_failure_is_understood_from_its_log_line(
+    client: tasklib.Client, config: tasklib.Config, caplog: pytest.LogCaptureFixture, retries: int, level: str
+) -> None:
+    """What was raised and where, and whether it runs again. If it does not, a person should look: an error."""
+
+    @tasklib.task(max_retries=retries)
+    def pay(card: str) -> None:
+        raise ValueError("declined")
+
+    client.submit_task(pay, card="S3CR3T")
+    TaskWorker(config).run_until_empty_sync()
+    (record,) = [record for record in caplog.records if record.name == "tasklib.tasks"]
+    line, *trace = record.getMessage().splitlines()
+    assert record.levelname == level
+    assert 'error="ValueError: declined"' in line
+    assert f"will_retry={bool(retries)}" in line
+    assert trace[-1] == '        raise ValueError("declined")'
+    assert "S3CR3T" not in caplog.text
 
 
 # --- order, queues, the buffer ---

@@ -97,17 +97,20 @@ def test_an_attempt_ends_with_one_canonical_line() -> None:
         configure(tasks="all")
         from datetime import UTC, datetime
         from tasklib.outcomes import Completed, Failed, HeldTask, Interrupted, Problem, decide, Rules
-        from tasklib.worker.crew import _tell
+        from tasklib.attempt_log import log_attempt
+        from tasklib.log import task_log
         import inspect
         about = dict(id=uuid.uuid4(), name="send", queue="mail", worker_id="host-1", attempt=1, fencing_token=3)
         known = {name: None for name in inspect.signature(HeldTask).parameters}
         held = HeldTask(**{**known, "max_retries": 3, "retry_count": 0, "crash_count": 0, "state": "claimed", **about})
-        for outcome in (Completed("{}"), Failed(Problem("E", "m", "t"), True), Interrupted(began=False)):
-            _tell(held, decide(held, outcome, datetime.now(UTC), Rules()), 0.25)
+        problem = Problem("E", "m", "E: m\\nTraceback:\\n  File pay.py, line 3\\n")
+        for outcome in (Completed("{}"), Failed(problem), Failed(problem, may_retry=False), Interrupted(began=False)):
+            settlement = decide(held, outcome, datetime.now(UTC), Rules())
+            log_attempt(task_log, held, settlement, attempt=2, seconds=0.25)
         """
     )
-    done, failed, released = events
-    for event in (done, failed):
+    done, retried, failed, released = events
+    for event in (done, retried, failed):
         assert {
             "task": "send",
             "queue": "mail",
@@ -117,7 +120,9 @@ def test_an_attempt_ends_with_one_canonical_line() -> None:
         }.items() <= event.items()
         assert len(event["task_id"]) == 36
     assert (done["event"], done["outcome"], done["level"]) == ("task.completed", "completed", "info")
-    assert (failed["outcome"], failed["error_code"], failed["level"]) == ("failed", "E", "warning")
+    assert (retried["outcome"], retried["will_retry"], retried["level"]) == ("failed", True, "warning")
+    assert (failed["outcome"], failed["will_retry"], failed["level"]) == ("failed", False, "error")
+    assert (failed["error_code"], failed["error"], failed["exception"]) == ("E", "E: m", "  File pay.py, line 3\n")
     assert (released["event"], "outcome" in released) == ("task.released", False)
 
 

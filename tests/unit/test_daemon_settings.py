@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 import tasklib
+from tasklib.config import Config
 from tasklib.errors import InvalidConfig
 from tasklib.ranges import Range
 from tasklib.registry import default_registry
@@ -289,6 +290,14 @@ def test_sample_file_has_every_setting_and_its_default() -> None:
         assert flat[key] == ("none" if value_of(defaults, key) is None else value_of(defaults, key)), key
     load(SAMPLE, NAMED)
     assert tomllib.loads(text) == {section: {} for section in SECTIONS}
+
+
+def test_retries_are_spread_by_default() -> None:
+    """What fails together must not come back together. The library's own delays stay exact: 5, 10, 20 s."""
+    assert load(None, NAMED).config().retry_jitter == 0.1
+    assert load(None, NAMED | {"TASKLIB_RETRY_JITTER": "0"}).config().retry_jitter == 0
+    assert load(None, NAMED, {"retry_jitter": 0.3}).config().retry_jitter == 0.3
+    assert Config("postgresql://").retry_jitter == 0
 
 
 def value_of(settings: Settings, key: str) -> Any:

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json, to_json
 
+from tasklib.errors import InvalidTaskDefinition
 from tasklib.outcomes import Cancelled, Completed, Failed, HeldTask, Interrupted, Problem, Snoozed, TimedOut
 from tasklib.statements import ClaimedTask
 from tasklib.worker.processes import (
+    IMPORTED_MAIN,
     NO_ANSWER,
     decoded_order,
     decoded_outcome,
@@ -130,3 +132,13 @@ def test_a_death_in_words(code: int, words: str) -> None:
 def test_a_function_is_found_by_its_module() -> None:
     """By its name, as every import does."""
     assert place_of(os.path.join) == "posixpath"
+
+
+def test_a_script_that_starts_its_worker_at_its_import_is_told_how_to_keep_from_it() -> None:
+    """The processes of isolated tasks import it again: without a guard, all that it does is done once more."""
+
+    def task() -> None: ...
+
+    task.__module__ = IMPORTED_MAIN
+    with pytest.raises(InvalidTaskDefinition, match=r'if __name__ == "__main__":'):
+        place_of(task)

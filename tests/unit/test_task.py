@@ -232,7 +232,7 @@ def test_a_task_says_where_it_runs() -> None:
 
 def test_a_lambda_needs_a_name() -> None:
     """`<lambda>` says nothing in a log."""
-    with pytest.raises(tasklib.InvalidTaskDefinition, match=r"@task\(name="):
+    with pytest.raises(tasklib.InvalidTaskDefinition, match=r"task\(name="):
         tasklib.task(lambda: None)
     assert tasklib.task(name="nothing")(lambda: None).name == "nothing"
 

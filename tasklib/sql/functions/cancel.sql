@@ -1,5 +1,7 @@
 -- Cancels a task. 'cancelled': it was waiting, and will not run. 'asked': a worker holds it, and has been asked to stop
 -- it; the task is cancelled when it does. Null: there is no such task, or it is final already.
+-- The reason is stored in `error` at once, also while the task is still running; `settle` keeps it there. A second cancel
+-- without a reason keeps the reason of the first.
 --
 --     select tasklib.cancel('0190a1b2-...', 'ordered twice');
 create or replace function tasklib.cancel(task_id uuid, reason text default null) returns text
@@ -16,9 +18,10 @@ begin
            due_at = null,
            next_retry_at = null,
            completed_at = case when state in ('claimed', 'running') then null else clock_timestamp() end,
-           error_code = case when state in ('claimed', 'running') then error_code else 'CANCELLED' end,
-           error = case when state in ('claimed', 'running') then error
-                        else 'Cancelled: ' || coalesce(nullif(reason, ''), 'on request') end
+           error_code = 'CANCELLED',
+           error = case when reason <> '' then 'Cancelled: ' || reason
+                        when cancel_asked_at is not null and error_code = 'CANCELLED' then error
+                        else 'Cancelled: on request' end
      where id = task_id and completed_at is null
     returning case when state = 'cancelled' then 'cancelled' else 'asked' end into became;
     if became = 'asked' then
