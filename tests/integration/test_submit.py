@@ -314,13 +314,13 @@ async def test_the_wrong_kind_of_connection_is_refused(app: None, database_url: 
 async def test_a_sync_call_on_the_event_loop_works_and_is_told_of(
     app: None, database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In each place that makes one: a submit, a look, a wait. On a connection of one's own it is one's own affair."""
+    """In each place that makes one: a submit, a cancel, a wait. On a connection of one's own it is one's own affair."""
     names: dict[str, Any] = {"add": tasklib.task(name="add")(lambda: None), "tasklib": tasklib}
     lines = [
         "handle = add.submit_handle_sync()",
-        "tasklib.get_task(handle.id)",
-        "try: handle.result_sync(timeout=0)",
-        "except tasklib.ResultTimeout: pass",
+        "tasklib.cancel_task(handle.id)",
+        "try: handle.result_sync(timeout=20)",
+        "except tasklib.TaskCancelled: pass",
         "add.options(connection=conn).submit_sync()",
     ]
     with psycopg.connect(database_url) as names["conn"]:
@@ -328,7 +328,7 @@ async def test_a_sync_call_on_the_event_loop_works_and_is_told_of(
     told = [record.tasklib for record in caplog.records]  # type: ignore[attr-defined]
     assert [(each["event"], each["call"], each["line"]) for each in told] == [
         ("loop.blocked", "submit_handle_sync", 1),
-        ("loop.blocked", "get_task", 2),
+        ("loop.blocked", "cancel_task", 2),
         ("loop.blocked", "result_sync", 3),
     ]
 

@@ -81,7 +81,7 @@ def test_what_is_cancelled_or_closed_before_it_begins_is_no_mistake(add: Any, ca
 
 
 def test_a_submit_is_a_coroutine_still(add: Any) -> None:
-    """For `asyncio.run`, for task groups (anyio asks for a real one), for Starlette and for mocks."""
+    """For `asyncio.run`, for whoever asks `inspect`, for Starlette's background tasks and for mocks."""
     assert asyncio.iscoroutinefunction(add.submit)
     coroutine = add.submit(1, 2)
     assert inspect.iscoroutine(coroutine)
