@@ -23,7 +23,7 @@ from psycopg.adapt import AdaptersMap, PyFormat, Transformer
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types import TypesRegistry
-from psycopg.types.array import ListBinaryDumper
+from psycopg.types.array import ListBinaryDumper, register_all_arrays
 from psycopg.types.json import set_json_loads
 from pydantic_core import from_json
 
@@ -236,6 +236,7 @@ def own_adapters() -> AdaptersMap:
     postgres.register_default_types(types)
     made = AdaptersMap(types=types)
     postgres.register_default_adapters(made)
+    register_all_arrays(made)
     set_json_loads(load_json, made)
     made.register_dumper(list, ListBinaryDumper)  # a fifth of the price of text
     return made

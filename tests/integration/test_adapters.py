@@ -12,6 +12,7 @@ from psycopg.pq import Format
 
 import tasklib
 from tasklib import doctor, migrate
+from tasklib.connection import own_adapters
 from tests.working import running
 
 if TYPE_CHECKING:
@@ -119,3 +120,16 @@ def test_migrations_and_the_doctor(changed_adapters: None, config: tasklib.Confi
     findings = doctor.examine(config)
     assert findings
     assert not [each for each in findings if MARK in repr(each)]
+
+
+def test_our_adapters_read_all_that_psycopg_reads() -> None:
+    """Arrays are registered apart from the other types. A list of ids that came as text looked like a list with ids."""
+    for wanted in (Format.TEXT, Format.BINARY):
+        kept = own_adapters()
+        missing = [
+            each.name
+            for each in psycopg.adapters.types
+            for oid in (each.oid, each.array_oid)
+            if psycopg.adapters.get_loader(oid, wanted) and not kept.get_loader(oid, wanted)
+        ]
+        assert missing == []
