@@ -69,7 +69,7 @@ def sell() -> None:
         except OutOfStock:
             print(f"{customer}: rolled back, the order and its task")
     with Session(engine) as session:
-        show("sync", session.scalar(select(func.count()).select_from(Order)))
+        show("sync", session.scalar(select(func.count()).select_from(Order)), tasklib.list_tasks())
     engine.dispose()
 
 
@@ -82,12 +82,13 @@ async def sell_async() -> None:
         except OutOfStock:
             print(f"{customer}: rolled back, the order and its task")
     async with AsyncSession(engine) as session:
-        show("async", await session.scalar(select(func.count()).select_from(Order)))
+        orders = await session.scalar(select(func.count()).select_from(Order))
+    show("async", orders, await tasklib.list_tasks_async())
     await engine.dispose()
 
 
-def show(what: str, orders: int | None) -> None:
-    print(f"{what}: {orders} order(s), {len(tasklib.list_tasks())} task(s)")
+def show(what: str, orders: int | None, tasks: list[tasklib.Task]) -> None:
+    print(f"{what}: {orders} order(s), {len(tasks)} task(s)")
 
 
 def main() -> None:

@@ -159,8 +159,8 @@ where task.completed_at is not null
           or last.attempt is null
           or task.retry_count < task.max_retries
              and task.error_code not in ('FAILED', 'INVALID_ARGUMENTS', 'UNKNOWN_TASK', 'UNSTORABLE')
-             and not (task.on_crash = 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED'))
-          or task.on_crash = 'retry' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED')
+             and not (task.on_crash is not distinct from 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED'))
+          or task.on_crash is distinct from 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED')
       when 'expired' then task.expires_at is null or task.completed_at < task.expires_at
       when 'buried' then task.strikes < 1
       when 'completed' then last.outcome is distinct from 'COMPLETED' or last.will_retry

@@ -41,14 +41,17 @@ create table bare.attempts (
     primary key (task_id, attempt))
 """
 TRIGGERS_OFF = "set session_replication_role = replica"
-INSERT = "insert into tasklib.tasks (id, name, kwargs, ready) values (%s, 'async_task', %s, true)"
+COLUMNS = "id, name, kwargs, ready, queue, priority, max_retries, store_result"  # the rest has defaults
+INSERT = f"""
+insert into tasklib.tasks ({COLUMNS}) values (%s, 'async_task', %s, true, 'default', 0, 3, true)
+"""  # noqa: S608 - a constant of ours
 INSERT_AND_NOTIFY = f"""
 with inserted as (
-    insert into tasklib.tasks (id, name, kwargs, ready) values (%s, 'async_task', %s, true)
+    insert into tasklib.tasks ({COLUMNS}) values (%s, 'async_task', %s, true, 'default', 0, 3, true)
 )
 select pg_notify('{CHANNEL}', %s)
 """  # noqa: S608 - a constant of ours
-COPY = "copy tasklib.tasks (id, name, kwargs, ready) from stdin"
+COPY = f"copy tasklib.tasks ({COLUMNS}) from stdin"
 CLAIM = """
 update tasklib.tasks
    set state = 'claimed', ready = false, worker_id = %s, claimed_at = clock_timestamp(),
@@ -112,7 +115,7 @@ class Bare(System):
         assert later == Later(), "the limit is of tasks that are due now"
         async with self._idle[0].cursor() as cursor, cursor.copy(COPY) as stream:
             for number in numbers:
-                await stream.write_row((new_id(), "async_task", kwargs(number), True))
+                await stream.write_row((new_id(), "async_task", kwargs(number), True, "default", 0, 3, True))
 
     async def run(self) -> None:
         await asyncio.to_thread(self._listen if self.kind == "notify" else self._loop)

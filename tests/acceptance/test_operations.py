@@ -85,7 +85,8 @@ def test_a_daemon_needs_the_rights_that_the_doctor_looks_for(daemon_role: str, t
         wait_until(lambda: len(client.list_tasks(state="expired")) == 1, "the expirer")
         assert made.stop() == 0
         assert "permission denied" not in made.output()
-        assert [line for line in made.lines() if line.get("level") in {"error", "critical"}] == []
+        errors = [line for line in made.lines() if line.get("level") in {"error", "critical"}]
+        assert [(line["event"], line["task"]) for line in errors] == [("task.failed", "exit_now")]
 
 
 def test_a_daemon_that_can_claim_nothing_says_so(daemon_role: str) -> None:

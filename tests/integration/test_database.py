@@ -341,6 +341,8 @@ tasklib.init(tasklib.Config(sys.argv[1]))
 def ping(n: int) -> None: ...
 """
 TWO_LOOPS = """
+import logging
+logging.disable(logging.WARNING)   # a sync call on the loop is told of, and works
 async def one(n):
     await ping.submit(n)
     assert tasklib.get_task(await ping.submit(n)) is not None   # sync, inside the running loop

@@ -56,7 +56,8 @@ def second() -> Iterator[ThreadPoolExecutor]:
 
 
 def is_commit(said: Said) -> bool:
-    return said.is_commit
+    """Of the task's own transaction. A worker's settings and statement go as one message, with their COMMIT."""
+    return said.is_commit and said.is_in_transaction
 
 
 def is_completion(said: Said) -> bool:

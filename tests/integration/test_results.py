@@ -211,9 +211,9 @@ async def test_what_is_final_comes_before_the_timeout(add: Any, client: tasklib.
     client.cancel_task(done)
     sync, awaited = tasklib.as_completed_sync([done, late], timeout=0), tasklib.as_completed([done, late], timeout=0)
     assert (next(sync).id, (await anext(awaited)).id) == (done, done)
-    with pytest.raises(tasklib.ResultTimeout, match=f"1 of the tasks.*{late}"):
+    with pytest.raises(tasklib.ResultTimeout, match=f"the task was not final.*{late}"):
         next(sync)
-    with pytest.raises(tasklib.ResultTimeout, match=f"1 of the tasks.*{late}"):
+    with pytest.raises(tasklib.ResultTimeout, match=f"the task was not final.*{late}"):
         await anext(awaited)
 
 
