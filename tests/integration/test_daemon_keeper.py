@@ -427,7 +427,12 @@ def test_the_leases_of_the_living_are_renewed_for_them(
         monkeypatch.setattr(keeper, "FRESH_SECONDS", 0.0)
         conn.execute(run_low)
         rounds = duties.beats + 3
-        wait_until(lambda: look_soon() or duties.beats > rounds, "it to look again")
+
+        def has_looked() -> bool:
+            look_soon()
+            return bool(duties.beats > rounds)
+
+        wait_until(has_looked, "it to look again")
         assert lease_seconds_left(conn, alive.id) < 100
     for worker in (alive, hung, dead):
         worker.close()
@@ -699,7 +704,12 @@ def test_it_deals_with_what_it_was_told_before_it_goes(
             process.channel.send({"say": "died", "report": report_of(worker, claimed).to_json()})
             process.process.send_signal(signal.SIGTERM)
             waits: set[Any] = set()
-            wait_until(lambda: waits.update(holder.execute(WAITS)) or len(waits) > 1, "a second try")
+
+            def are_two() -> bool:
+                waits.update(holder.execute(WAITS))
+                return len(waits) > 1
+
+            wait_until(are_two, "a second try")
         assert process.process.wait(30) == 0
     assert attempts(conn, task)[0][0] == "WORKER_FAILURE"
     assert conn.execute("select until <= clock_timestamp() from tasklib.elections").fetchone() == (True,)

@@ -140,7 +140,12 @@ def test_a_pool_of_dead_connections_costs_no_time(
         conn.execute("select pg_terminate_backend(pid) from ours where application_name = 'tasklib'")
         pauses: list[float] = []
         pause_after = _Attempt.pause_after
-        monkeypatch.setattr(_Attempt, "pause_after", lambda *args: pauses.append(pause_after(*args)) or pauses[-1])
+
+        def noting(self: _Attempt, *args: Any) -> float:
+            pauses.append(pause_after(self, *args))
+            return pauses[-1]
+
+        monkeypatch.setattr(_Attempt, "pause_after", noting)
         client.submit(task.new(11))
         assert set(pauses) == {0.0}
 
