@@ -189,14 +189,14 @@ def return_much(megabytes: int) -> str:
     return "x" * megabytes * 2**20
 
 
-@tasklib.task(isolation="process", timeout_seconds=1.5, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=3, max_retries=0)
 def overrun(how: str, told: str) -> str:
     """What happens in `told`, a file, is for the test to read."""
     _overrun(how, told)
     return "never"
 
 
-@tasklib.task(isolation="process", timeout_seconds=1.5, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=3, max_retries=0)
 async def overrun_async(how: str, told: str) -> str:
     if how == "politely":
         try:

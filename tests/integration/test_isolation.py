@@ -79,7 +79,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def config_of_all(new_database: NewDatabase) -> tasklib.Config:
-    config = tasklib.Config(new_database(), timeout_delta_seconds=1.0, bury_after=2, base_retry_delay_seconds=0.01)
+    config = tasklib.Config(new_database(), timeout_delta_seconds=2.0, bury_after=2, base_retry_delay_seconds=0.01)
     migrate.migrate(config)
     with psycopg.connect(config.database_url, autocommit=True) as conn:
         conn.execute("create table words (word text)")
@@ -272,7 +272,7 @@ def test_a_timeout_ends_it_and_what_ignores_it_is_killed(
         for id_ in ids.values():
             task = wait_final(place.client, id_)
             assert (task.state, task.error_code) == ("failed", "TIMEOUT")
-            assert "timeout_seconds=1.5 passed" in (task.error or "")
+            assert "timeout_seconds=3 passed" in (task.error or "")
             assert [outcome for outcome, _ in place.attempts(id_)] == ["TIMED_OUT"]
     assert files["politely"].read_text() == ("TimeoutInterrupt" if name == "overrun" else "cleaned up")
     left = [pid for how in ("blocked", *HARD) for pid in pids_in(files[how])]

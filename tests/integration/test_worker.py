@@ -1345,10 +1345,10 @@ def test_what_expires_in_the_buffer_does_not_start(
 
     tasklib.task(name="late")(late_async if is_async else late)
     client.submit_task(hold)
-    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
-    task_id = client.submit_task("late", expires_at=expires_at)
     with running(config, buffer_size=2):
         assert began.wait(20)
+        expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
+        task_id = client.submit_task("late", expires_at=expires_at)
         wait_until(lambda: get(client, task_id).state == "claimed", "claimed")
         # The worker's idea of the database's clock lags by the time that an answer takes.
         wait_until(lambda: datetime.now(UTC) > expires_at + timedelta(seconds=1), "its time to pass")
