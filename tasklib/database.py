@@ -20,6 +20,7 @@ import psycopg
 from psycopg import errors
 from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
+from psycopg_pool.sched_async import AsyncScheduler
 
 from tasklib.blocking import warn_if_on_loop
 from tasklib.borrowed import run_borrowed, run_borrowed_async
@@ -287,6 +288,10 @@ class _ProcessPools:
 class _AsyncPool(AsyncConnectionPool[WatchedConnection]):
     """psycopg's own goes on connecting when its tasks are cancelled, and `asyncio.run` would wait for them for ever."""
 
+    def _start_workers(self) -> None:
+        self._sched = _Scheduler()
+        super()._start_workers()
+
     @classmethod
     async def worker(cls, q: Any) -> None:
         with contextlib.suppress(_WasCancelled):
@@ -308,6 +313,28 @@ class _UntilCancelled:
         if task is not None and task.cancelling():
             raise _WasCancelled
         return await self._queue.get()
+
+
+class _Scheduler(AsyncScheduler):
+    """Ends when it is cancelled. psycopg's own goes on if that happens during an action, or together with a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event: Any = _EventUntilCancelled()
+
+
+class _EventUntilCancelled(asyncio.Event):
+    """`asyncio.wait_for`, which psycopg uses here, forgets a cancel that comes together with the event."""
+
+    async def wait_timeout(self, timeout: float) -> bool:  # noqa: ASYNC109 - psycopg's signature
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        try:
+            async with asyncio.timeout(timeout):
+                return await self.wait()
+        except TimeoutError:
+            return False
 
 
 class _LoopPool:

@@ -19,7 +19,7 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib import connection, embedded, migrate
-from tasklib.database import _Attempt
+from tasklib.database import _Attempt, _LoopPool
 from tests.proxy import CuttingProxy
 from tests.raw_sql import literal
 from tests.waiting import wait_until
@@ -530,3 +530,26 @@ def test_a_statement_that_somebody_has_deallocated_is_prepared_anew(
             client.submit(task.new(2))
         client.submit(task.new(3))
     assert count_tasks(conn) == 2
+
+
+@pytest.mark.parametrize("is_acting", [True, False])
+async def test_the_scheduler_of_a_pool_ends_when_it_is_cancelled(config: tasklib.Config, is_acting: bool) -> None:
+    """During an action, and together with a new one. An event loop that ended in an outage waited for it for ever."""
+    acts = asyncio.Event()
+
+    async def act() -> None:
+        acts.set()
+        await asyncio.Event().wait()
+
+    pool = _LoopPool(config.database_url, 1, 1.0)
+    await pool.opened()
+    scheduler, runner = pool.pool._sched, pool.pool._sched_runner
+    assert runner is not None
+    await asyncio.sleep(0)  # it waits
+    await scheduler.enter(0 if is_acting else 60, act)
+    if is_acting:
+        await acts.wait()
+    runner.cancel()
+    ended, _ = await asyncio.wait([runner], timeout=20)
+    assert ended == {runner}
+    await pool.close()
