@@ -366,14 +366,15 @@ def _with_own_adapters(cursor: C) -> C:
 
 
 def has_open_stream(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """A stream() or a COPY has begun on it, and has not ended. Each is a generator of psycopg's that holds the
-    connection's lock; nothing else shows it. Slow, since it looks at every object: ask only if the lock is held.
+    """A stream() or a COPY has begun on it, and nobody is going on with it at this moment. Each is a generator of
+    psycopg's that holds the connection's lock; nothing else shows it. Slow, since it looks at every object: ask only if
+    the lock is held.
     """
     for each in gc.get_objects():
         code, frame = None, None
-        if type(each) is GeneratorType:
+        if type(each) is GeneratorType and not each.gi_running:
             code, frame = each.gi_code, each.gi_frame
-        elif type(each) is AsyncGeneratorType:
+        elif type(each) is AsyncGeneratorType and not each.ag_running:
             code, frame = each.ag_code, each.ag_frame
         if code in _STREAMS and frame is not None and frame.f_locals["self"].connection is conn:
             return True

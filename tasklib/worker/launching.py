@@ -120,6 +120,8 @@ def _be_the_server(
             os.setpgid(0, 0)
         if sys.platform == "linux":  # until it watches the worker by itself
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != worker:
+            sys.exit(0)  # it died before it could be watched: no signal will come
         for each in first:
             each()
         serve(control, worker)

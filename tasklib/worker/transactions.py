@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", BoundedConnection, WatchedConnection)
 
 LONGEST_PAUSE_SECONDS = 1.0  # between two tries to connect
+LEAVE_SECONDS = 2.0  # for another thread to leave a connection that is to be closed
 TURN_SECONDS = 0.1  # for who is using a task's connection at its end, before it is asked whether that can end
 WAITED_SHARE = 0.1  # of a task's time: what is less is not why it was over
 
@@ -405,6 +406,9 @@ def _close(transaction: Transaction[BoundedConnection], *, is_alone: bool) -> No
     lock of psycopg's.
     """
     conn = transaction.conn
+    if not is_alone and not has_open_stream(conn):
+        _leave_to_its_user(conn)
+        return
     try:
         if not is_alone or conn.info.transaction_status == TransactionStatus.ACTIVE:  # in the middle of a query
             conn.abandon()
@@ -413,6 +417,16 @@ def _close(transaction: Transaction[BoundedConnection], *, is_alone: bool) -> No
     except Exception as error:  # noqa: BLE001 - see above
         _tell_broken(error)
     conn.pgconn.finish()
+
+
+def _leave_to_its_user(conn: BoundedConnection) -> None:
+    """Another thread is inside of libpq: to close the connection under it would crash the process. Its own wait looks
+    at the deadline ten times a second, has the query cancelled, and closes the connection.
+    """
+    conn.deadline = -math.inf
+    if conn.lock.acquire(timeout=LEAVE_SECONDS):
+        conn.lock.release()
+        conn.pgconn.finish()
 
 
 async def _close_async(transaction: Transaction[WatchedConnection], seconds: float) -> None:

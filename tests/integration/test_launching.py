@@ -119,6 +119,20 @@ def test_what_its_children_have_started_ends_with_its_worker() -> None:
     )
 
 
+def test_a_server_whose_worker_was_gone_before_it_could_look_ends() -> None:
+    """The kernel tells of a parent's death only if it was asked before. The server would have stayed for ever."""
+    run(
+        """
+        ours, theirs = socket.socketpair()
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        if (server := os.fork()) == 0:
+            launching._be_the_server(lambda *_: os._exit(7), theirs, gone.pid, [])
+        assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 0
+        """
+    )
+
+
 def test_a_server_for_suspects_that_has_died_is_replaced() -> None:
     run(
         """
