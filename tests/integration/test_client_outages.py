@@ -100,6 +100,7 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
 
     return {
         "AsyncClient.submit": lambda: client.submit(job.new(1)),
+        "AsyncClient.send": lambda: client.send(job.new(1), None),
         "AsyncClient.submit_task": lambda: client.submit_task(job, 1),
         "AsyncClient.submit_many": lambda: client.submit_many([job.new(1), job.new(2)]),
         "AsyncClient.get_task": lambda: client.get_task(NOBODY),
@@ -120,6 +121,7 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
         "TaskFunction.submit": lambda: job.submit(1),
         "TaskFunction.submit_handle": lambda: job.submit_handle(1),
         "Submitter.submit": lambda: job.options(priority=1).submit(1),
+        "Submitter.send": lambda: job.options(priority=1).send([1], {}),
         "Submitter.submit_handle": lambda: job.options(idempotency_key="k").submit_handle(1),
         "tasklib.as_completed": lambda: all_of(tasklib.as_completed([NOBODY], timeout=CALL_SECONDS)),
         "tasklib.backlog_async": tasklib.backlog_async,
@@ -138,7 +140,7 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
 
 
 def is_change(name: str) -> bool:
-    return any(verb in name for verb in ("submit", "cancel", "retry", "expire_tasks"))
+    return any(verb in name for verb in ("submit", "send", "cancel", "retry", "expire_tasks"))
 
 
 @pytest.fixture(scope="module")
