@@ -228,7 +228,7 @@ def _refuse_other_databases(name: str) -> None:
 
 def _refuse_open_stream(conn: Any) -> None:
     """Psycopg holds the connection's lock while a stream() or a COPY is open: a submit inside it would wait for ever.
-    What other threads send there is waited for. `conn` is the driver's; other drivers' have no such lock.
+    A statement of another thread is waited for. `conn` is the driver's connection; only psycopg's has such a lock.
     """
     lock = getattr(conn, "lock", None)
     if lock is None or not lock.locked():

@@ -209,7 +209,7 @@ class AsyncClient:
         return self.send(task, connection)
 
     async def send(self, task: NewTask, connection: Any) -> TaskId:
-        """`submit` for who awaits it on the spot."""
+        """`submit` without the check that it is awaited: callers in the library await it at once."""
         if self._through is not None and connection is None:
             return await _in_sync_thread(self._through.submit, task)
         _all_new([task])
