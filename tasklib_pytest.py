@@ -1,8 +1,7 @@
 """The pytest plugin: a real PostgreSQL, a database in it, and the queue of a test as fixtures. docs/testing.md.
 
-pytest imports this module in every run of an environment that has tasklib, also where nobody uses it. So it stands
-outside of the package, whose import takes some tenths of a second, and imports nothing but pytest before a fixture is
-asked for.
+pytest imports this module in every run of an environment that has tasklib, even if no test uses it. So it is outside
+of the package, whose import takes some tenths of a second, and imports only pytest until a fixture is asked for.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import psycopg
 from psycopg import sql
 
-from tests.campaigns import measures
+from tools import measures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,8 +17,8 @@ Json = dict[str, Any]
 Unit = Literal["none", "short", "ops", "s", "percentunit", "bytes", "dateTimeFromNow"]
 Calculation = Literal["lastNotNull", "max", "mean", "min"]
 
-# Where docs/operating.md is published. RFC 2606 keeps the name free: put your own in its place (README.md says how).
-RUNBOOKS = "https://tasklib.example/docs/operating.md"
+# Where docs/runbook.md is published. RFC 2606 keeps the name free: put your own in its place (README.md says how).
+RUNBOOKS = "https://tasklib.example/docs/runbook.md"
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 SCHEMA_VERSION = 41  # Grafana 12. The published types of 11.6, 12.0 and 13.2 accept the files
 COLUMNS = 24
@@ -317,7 +317,7 @@ def _letter(index: int) -> str:
 
 
 def runbook(alert: str) -> str:
-    """Where a heading of docs/operating.md with the alert's name is found: hosts make the anchor in lower case."""
+    """Where a heading of docs/runbook.md with the alert's name is found: hosts make the anchor in lower case."""
     return f"{RUNBOOKS}#{alert.lower()}"
 
 

@@ -1,7 +1,6 @@
 """A task queue for Python that needs nothing but PostgreSQL.
 
-Each name is imported when it is first used: who submits does not wait for the worker, and nobody for what he does not
-use.
+Each name is imported when it is first used: a program that only submits does not wait until the worker is imported.
 """
 
 import sys
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         cancel_task,
         cancel_task_async,
         close,
+        close_async,
         expire_tasks,
         expire_tasks_async,
         get_attempts,
@@ -175,6 +175,7 @@ __all__ = [
     "cancel_task",
     "cancel_task_async",
     "close",
+    "close_async",
     "current_task",
     "expire_tasks",
     "expire_tasks_async",
@@ -214,15 +215,9 @@ __all__ = [
     "wait_for_sync",
 ]
 
-# The same once more, for `__getattr__`; a test compares the three lists.
+# The modules of the names above, for `__getattr__`; what is not listed is in tasklib.application. A test compares this
+# with the imports for type checkers.
 _NAMES = {
-    "tasklib.application": (
-        "as_completed as_completed_sync backlog backlog_async cancel_task cancel_task_async close expire_tasks "
-        "expire_tasks_async get_attempts get_attempts_async get_task get_task_async handle init list_tasks "
-        "list_tasks_async queue_statistics "
-        "queue_statistics_async retry_task retry_task_async submit_many submit_many_sync submit_task submit_task_sync "
-        "task_statistics task_statistics_async wait_for wait_for_sync"
-    ),
     "tasklib.client": "AsyncClient Client",
     "tasklib.config": "Config",
     "tasklib.current": "CurrentTask current_task is_running_task",
@@ -250,10 +245,11 @@ _NAMES = {
     "tasklib.worker": "TaskWorker",
     "tasklib.worker.hooks": "around_task on_worker_start on_worker_stop",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = dict.fromkeys(__all__, "tasklib.application")
+_MODULES.update((name, module) for module, names in _NAMES.items() for name in names.split())
 
 
-if not TYPE_CHECKING:  # who checks types would take it for a sign that every name is there
+if not TYPE_CHECKING:  # a type checker that sees it takes every name for an existing one
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
@@ -267,7 +263,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`tasklib.task` is the decorator. When Python imports the module of that name, it would put that in its place."""
+    """Keeps the decorator `tasklib.task`, which Python would replace when it imports the module of the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "task" or not isinstance(value, ModuleType):

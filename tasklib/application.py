@@ -1,34 +1,34 @@
-"""The module-level functions: a default client, made by `init`, and thin calls to it."""
+"""The functions of the module `tasklib`: `init` makes a default pair of clients, and each verb calls one of the two."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import inspect
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from tasklib.client import AsyncClient, Client
 from tasklib.config import Config
 from tasklib.errors import NotInitialised
 from tasklib.handles import Handle
-from tasklib.unawaited import told_if_unawaited
+from tasklib.unawaited import log_if_unawaited
+from tasklib.verbs import present
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from datetime import datetime, timedelta
     from uuid import UUID
 
-    from tasklib.client import Awaited, CancelAnswer
     from tasklib.ids import TaskId
     from tasklib.options import OnCrash
-    from tasklib.record import Attempt, Task
-    from tasklib.statements import ListFilters
-    from tasklib.statistics import QueueStatistics, TaskStatistics
-    from tasklib.submission import NewTask
     from tasklib.task import TaskFunction
 
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
 
-@dataclass(frozen=True, slots=True)
-class _Application:
+
+class _Application(NamedTuple):
     client: Client
     async_client: AsyncClient
 
@@ -38,42 +38,53 @@ _init_later: Callable[[], Config] | None = None
 
 
 def init(config: Config | None = None, *, connection: Callable[[], Any] | None = None) -> None:
-    """Say which database to use; without a Config, the one that the environment names (DATABASE_URL or PG*).
+    """Say which database to use. Without a Config, the environment names it (DATABASE_URL or PG*).
 
-    Opens no connection. Calling it again replaces the default client, as after `close`. `connection` returns the
-    sync connection in whose transaction submits are that name none: a framework's own, for the thread that asks.
+    Opens no connection. Calling it again replaces the default clients, as after `close`. `connection` is for
+    frameworks: it returns the sync connection that the calling thread uses, and a submit that names no connection joins
+    that one's transaction.
     """
     global _application  # noqa: PLW0603 - the one default of the module-level functions
     import_module("tasklib.task")  # now, and not during the first submit; it imports this module
-    config = Config.from_environment() if config is None else config
-    client = Client(config, connection=connection)
+    client = Client(Config.from_environment() if config is None else config, connection=connection)
     close()
     _application = _Application(client, client.as_async())
 
 
 def init_later(config: Callable[[], Config]) -> None:
-    """The first use calls `init` with this, if nobody has by then. For frameworks: their own start may never come."""
+    """Let the first use call `init` with what this returns, unless the application has called it by then. For
+    frameworks whose own start may never be run.
+    """
     global _init_later  # noqa: PLW0603 - see above
     _init_later = config
 
 
 def close() -> None:
-    """Forget the default client and close its connections; those of a running event loop close with the loop."""
-    global _application, _init_later
-    previous, _application, _init_later = _application, None, None
+    """Forget the default clients and close their connections, apart from those of event loops: an event loop's
+    connections close with the loop, or by `close_async`.
+    """
+    previous, _ = set_aside()
     if previous is not None:
         previous.client.close()
 
 
-def set_aside() -> Any:
-    """For tests: as if nobody had called `init`, until `put_back` gets what this returns. Nothing is closed."""
+async def close_async() -> None:
+    """`close`, and close the connections of this event loop too."""
+    previous, _ = set_aside()
+    if previous is not None:
+        await previous.async_client.close()
+        await asyncio.to_thread(previous.client.close)
+
+
+def set_aside() -> tuple[_Application | None, Callable[[], Config] | None]:
+    """For tests: act as if `init` was never called, until `put_back` gets what this returns. Closes nothing."""
     global _application, _init_later  # noqa: PLW0603 - see above
     previous = _application, _init_later
     _application = _init_later = None
     return previous
 
 
-def put_back(previous: Any) -> None:
+def put_back(previous: tuple[_Application | None, Callable[[], Config] | None]) -> None:
     global _application, _init_later
     close()
     _application, _init_later = previous
@@ -99,7 +110,7 @@ def _initialised() -> _Application:
     return _application
 
 
-@told_if_unawaited
+@log_if_unawaited
 async def submit_task(
     func: TaskFunction[..., Any] | str,
     /,
@@ -121,8 +132,8 @@ async def submit_task(
     """Submit a task and return its id, once it is committed.
 
     Higher `priority` runs first. With `connection` (psycopg's, SQLAlchemy's, asyncpg's or Django's), the submit is part
-    of that connection's transaction: rolled back means never existed. A task can be named by a string when its function
-    is not at hand.
+    of that connection's transaction: after a rollback the task never existed. A string names a task whose function
+    cannot be imported here.
     """
     return await default_async_client().submit_task(
         func,
@@ -143,133 +154,56 @@ async def submit_task(
     )
 
 
-def submit_task_sync(func: TaskFunction[..., Any] | str, /, *args: Any, **kwargs: Any) -> TaskId:
-    """`submit_task` for code that is not async; takes the same options."""
-    return default_client().submit_task(func, *args, **kwargs)
-
-
-@told_if_unawaited
-async def submit_many(tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
-    """Submit what `function.new(...)` made: all or none, in one transaction. Ids in the order given;
-    `id.existed` tells which of them an earlier submit with the same idempotency key had made.
-    """
-    return await default_async_client().submit_many(tasks, connection=connection)
-
-
-def submit_many_sync(tasks: Iterable[NewTask], *, connection: Any = None) -> list[TaskId]:
-    return default_client().submit_many(tasks, connection=connection)
-
-
-def get_task(task_id: UUID | str) -> Task | None:
-    return default_client().get_task(task_id)
-
-
-async def get_task_async(task_id: UUID | str) -> Task | None:
-    return await default_async_client().get_task(task_id)
-
-
-def get_attempts(task_id: UUID | str) -> list[Attempt]:
-    """Every execution of a task that has ended, from the first on, with its traceback. Empty: none has, or there is no
-    such task.
-    """
-    return default_client().get_attempts(task_id)
-
-
-async def get_attempts_async(task_id: UUID | str) -> list[Attempt]:
-    return await default_async_client().get_attempts(task_id)
-
-
-def list_tasks(
-    state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
-) -> list[Task]:
-    """Newest first. Filters: queue, tags, created_after, created_before, final; `after` (an id) asks for the next page.
-    `list_tasks("failed", final=True)` are those that gave up, `final=False` those that wait for a retry.
-    """
-    return default_client().list_tasks(state, name, limit, **filters)
-
-
-async def list_tasks_async(
-    state: str | None = None, name: str | None = None, limit: int = 100, **filters: Unpack[ListFilters]
-) -> list[Task]:
-    return await default_async_client().list_tasks(state, name, limit, **filters)
-
-
 def handle(task_id: UUID | str) -> Handle[Any]:
-    """For the result of a task whose id is known; `function.handle(task_id)` knows its type too."""
+    """A handle for a task whose id is known. `function.handle(task_id)` knows the type of the result too."""
     return Handle(task_id)
 
 
-async def wait_for(tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:  # noqa: ASYNC109 - see Handle.result
-    """Wait until all of them are final; in the order given, also those that failed. `ResultTimeout` after `timeout`."""
-    return await default_async_client().wait_for(tasks, timeout)
+def _sync_first(
+    sync: Callable[Concatenate[Client, P], T], awaited: Callable[Concatenate[AsyncClient, P], A]
+) -> tuple[Callable[P, T], Callable[P, A]]:
+    """A verb's two functions: `x` is sync, `x_async` is async."""
+    return _on_default(sync, default_client, ""), _on_default(awaited, default_async_client, "_async")
 
 
-def wait_for_sync(tasks: Iterable[Awaited], timeout: float | None = None) -> list[Task]:
-    return default_client().wait_for(tasks, timeout)
+def _async_first(
+    awaited: Callable[Concatenate[AsyncClient, P], A], sync: Callable[Concatenate[Client, P], T]
+) -> tuple[Callable[P, A], Callable[P, T]]:
+    """The two functions of a call that submits or waits: `x` is async, `x_sync` is sync."""
+    return _on_default(awaited, default_async_client, ""), _on_default(sync, default_client, "_sync")
 
 
-def as_completed(tasks: Iterable[Awaited], timeout: float | None = None) -> AsyncIterator[Task]:
-    """Each as soon as it is final: `async for task in tasklib.as_completed(ids):`."""
-    return default_async_client().as_completed(tasks, timeout)
+def _on_default(method: Callable[..., Any], client: Callable[[], Any], suffix: str) -> Any:
+    """A function that calls this method of the default client."""
+    verb = method.__name__
+
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await getattr(client(), verb)(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(client(), verb)(*args, **kwargs)
+
+    signature = inspect.signature(method)
+    _self, *parameters = signature.parameters.values()
+    function = call_async if asyncio.iscoroutinefunction(method) else call
+    present(function, verb + suffix, __name__, method.__doc__, signature.replace(parameters=parameters))
+    return function
 
 
-def as_completed_sync(tasks: Iterable[Awaited], timeout: float | None = None) -> Iterator[Task]:
-    return default_client().as_completed(tasks, timeout)
+# Submitting and waiting: the plain name is async, since a program that has an event loop must not block it.
+submit_task_sync = _async_first(AsyncClient.submit_task, Client.submit_task)[1]  # submit_task is above
+submit_many, submit_many_sync = _async_first(AsyncClient.submit_many, Client.submit_many)
+submit_many = log_if_unawaited(submit_many)
+wait_for, wait_for_sync = _async_first(AsyncClient.wait_for, Client.wait_for)
+as_completed, as_completed_sync = _async_first(AsyncClient.as_completed, Client.as_completed)
 
-
-def cancel_task(task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
-    """The answer "cancelled": it waited, and will not run. "asked": a worker holds it, and is asked to stop it. None:
-    there is no such task, or it is final.
-    """
-    return default_client().cancel_task(task_id, reason)
-
-
-async def cancel_task_async(task_id: UUID | str, reason: str | None = None) -> CancelAnswer:
-    return await default_async_client().cancel_task(task_id, reason)
-
-
-def retry_task(task_id: UUID | str) -> bool:
-    """Run it again, now: one that is final, or that waits for its next attempt. False: it is neither."""
-    return default_client().retry_task(task_id)
-
-
-async def retry_task_async(task_id: UUID | str) -> bool:
-    return await default_async_client().retry_task(task_id)
-
-
-def expire_tasks() -> int:
-    """End waiting tasks whose `expires_at` has passed, as workers do every second: at most 1,000. How many."""
-    return default_client().expire_tasks()
-
-
-async def expire_tasks_async() -> int:
-    return await default_async_client().expire_tasks()
-
-
-def queue_statistics(queue: str | None = None) -> list[QueueStatistics]:
-    """How many tasks wait or are held, and for how long: of one queue, or of all that have any."""
-    return default_client().queue_statistics(queue)
-
-
-async def queue_statistics_async(queue: str | None = None) -> list[QueueStatistics]:
-    return await default_async_client().queue_statistics(queue)
-
-
-def task_statistics(window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
-    """What became of attempts lately, by task: how many, how many a second, how long they took and had waited. To the
-    minute; what has ended in the last seconds may not be in it yet.
-    """
-    return default_client().task_statistics(window_seconds, name)
-
-
-async def task_statistics_async(window_seconds: float = 3600.0, name: str | None = None) -> list[TaskStatistics]:
-    return await default_async_client().task_statistics(window_seconds, name)
-
-
-def backlog(queues: Sequence[str] | None = None) -> int:
-    """How many tasks there are to do: ready, due, or held by a worker. Counted up to 10,000: for scaling."""
-    return default_client().backlog(queues)
-
-
-async def backlog_async(queues: Sequence[str] | None = None) -> int:
-    return await default_async_client().backlog(queues)
+# Everything else: the plain name is sync.
+get_task, get_task_async = _sync_first(Client.get_task, AsyncClient.get_task)
+get_attempts, get_attempts_async = _sync_first(Client.get_attempts, AsyncClient.get_attempts)
+list_tasks, list_tasks_async = _sync_first(Client.list_tasks, AsyncClient.list_tasks)
+cancel_task, cancel_task_async = _sync_first(Client.cancel_task, AsyncClient.cancel_task)
+retry_task, retry_task_async = _sync_first(Client.retry_task, AsyncClient.retry_task)
+expire_tasks, expire_tasks_async = _sync_first(Client.expire_tasks, AsyncClient.expire_tasks)
+queue_statistics, queue_statistics_async = _sync_first(Client.queue_statistics, AsyncClient.queue_statistics)
+task_statistics, task_statistics_async = _sync_first(Client.task_statistics, AsyncClient.task_statistics)
+backlog, backlog_async = _sync_first(Client.backlog, AsyncClient.backlog)

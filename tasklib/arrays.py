@@ -1,5 +1,5 @@
-"""Arrays in PostgreSQL's binary form, of the types that ends of tasks have. psycopg's own dumper asks each element for
-its type: 1.7 us for the five values of a task, against 0.4 here.
+"""Arrays in PostgreSQL's binary form, for the types of a completion. psycopg's own dumper looks up the type of each
+element: 1.7 us for the five values of a task, against 0.4 here.
 """
 
 from __future__ import annotations

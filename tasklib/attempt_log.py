@@ -1,7 +1,7 @@
-"""The one line at the end of an attempt: what became of it, why, and whether the task runs again.
+"""The one log line at the end of an attempt: what became of it, why, and whether the task runs again.
 
-A task that is given up, failed for good or buried, is an error: a person should look. One that runs again is a warning.
-Arguments and results are never in the line; the message and the traceback of an exception are, bounded.
+A task that failed for good or was buried is an error: a person should look. A task that runs again is a warning. The
+line never has arguments or results. It has the message and the traceback of an exception, bounded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 
 MAX_TRACEBACK_CHARACTERS = 4_000
 _GIVEN_UP = {State.FAILED, State.BURIED}
+_EVENTS = {
+    "COMPLETED": "task.completed",
+    "FAILED": "task.failed",
+    "WORKER_FAILURE": "task.worker_failure",
+    "TIMED_OUT": "task.timed_out",
+    "CANCELLED": "task.cancelled",
+    "SNOOZED": "task.snoozed",
+    "INTERRUPTED": "task.interrupted",
+    "LEASE_LOST": "task.lease_lost",
+    # No attempt began:
+    State.PENDING: "task.released",
+    State.FAILED: "task.failed",
+    State.CANCELLED: "task.cancelled",
+    State.EXPIRED: "task.expired",
+    State.BURIED: "task.buried",
+}
 
 
 def log_attempt(
@@ -29,8 +45,7 @@ def log_attempt(
     seconds: float | None,
     least_level: int = logging.INFO,
 ) -> None:
-    word = (settlement.outcome or ("released" if settlement.state == State.PENDING else settlement.state)).lower()
-    event = f"task.{word}"
+    event = _EVENTS[settlement.outcome or settlement.state]
     log.log(
         max(_level(settlement), least_level), event, task=task.name, task_id=task.id, queue=task.queue,
         attempt=attempt, seconds=None if seconds is None else round(seconds, 4), state=str(settlement.state),

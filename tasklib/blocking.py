@@ -1,8 +1,8 @@
-"""Sync calls on a running event loop: they work, but nothing else on the loop goes on meanwhile. Each place that makes
-one is told of once.
+"""Warns of sync calls on a running event loop: they work, but stop everything else on the loop meanwhile.
 
-Not told of: threads, which have no running loop (sync views, `to_thread`, sync tasks); code outside of an asyncio task,
-such as greenlets beside a loop; notebooks and interactive sessions; and test files.
+There is one warning for each place in the code. There is none in threads, which have no running loop (sync views,
+`to_thread`, sync tasks), outside of asyncio tasks (greenlets beside a loop), in notebooks and interactive sessions, and
+in test files.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 MOST_PLACES = 100
 _OURS = str(Path(__file__).parent)
-_told: set[tuple[str, int]] = set()
+_warned: set[tuple[str, int]] = set()  # file and line
 
 
 def warn_if_on_loop() -> None:
     if asyncio._get_running_loop() is None:  # noqa: SLF001 - get_running_loop raises, which takes ten times as long
         return
-    if len(_told) < MOST_PLACES and "ipykernel" not in sys.modules and asyncio.current_task() is not None:
-        _tell(sys._getframe(1))  # noqa: SLF001 - who called
+    if len(_warned) < MOST_PLACES and "ipykernel" not in sys.modules and asyncio.current_task() is not None:
+        _warn(sys._getframe(1))  # noqa: SLF001 - the caller
 
 
-def _tell(frame: FrameType | None) -> None:
+def _warn(frame: FrameType | None) -> None:
     verb = ""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         verb, frame = frame.f_code.co_name, frame.f_back
     if frame is None or _is_no_application(frame.f_code.co_filename):
         return
     place = (frame.f_code.co_filename, frame.f_lineno)
-    if place not in _told:
-        _told.add(place)
+    if place not in _warned:
+        _warned.add(place)
         log.warning(
             "loop.blocked", call=verb, file=place[0], line=place[1],
             hint="a sync call stops the event loop until the database answers: await its async form (submit, "
@@ -46,6 +46,6 @@ def _tell(frame: FrameType | None) -> None:
 
 
 def _is_no_application(file: str) -> bool:
-    """Typed in ("<stdin>"), or a test."""
+    """An interactive session ("<stdin>"), or a test."""
     name = Path(file).name
     return name.startswith(("<", "test_")) or name.endswith("_test.py") or name in {"conftest.py", "tests.py"}

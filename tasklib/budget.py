@@ -1,4 +1,4 @@
-"""How many connections a process may open: stated in one place, and compared with what the server has left."""
+"""How many connections a process may open, stated in one place and compared with what the server has left."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tasklib.statements import Statement
 
 if TYPE_CHECKING:
     from tasklib.config import Config
-    from tasklib.worker.session import Session
+    from tasklib.runtime.session import Session
 
 WORKER_LOOPS = ("claim", "finish", "lease", "duties")
 KEEPER_LOOPS = ("duties", "crashes", "history", "listen", "gauges")  # of a daemon: once, for all of its workers
 
 
 class Budget(NamedTuple):
-    """The most that each part opens. All are opened when needed; only the first two stay open."""
+    """The most connections of each part. All are opened when needed; only those of the first two stay open."""
 
     worker: int  # its loops, one each
     listener: int
     tasks: int  # current_task().connection, for as long as a task uses it
-    clients: int  # what submits and looks: a pool for threads, and one for each event loop
-    waiter: int  # all who wait for results share one
+    clients: int  # for submitting and reading: a pool for threads, and one for each event loop
+    waiter: int  # one, shared by all waits for results
 
     @property
     def total(self) -> int:
@@ -33,7 +33,7 @@ class Budget(NamedTuple):
 
 
 def connection_budget(config: Config, *, concurrency: int = 0, listen: bool = True, event_loops: int = 1) -> Budget:
-    """Of a worker's process; with concurrency 0, of one that only submits."""
+    """The budget of a worker's process; with concurrency 0, of a process that only submits."""
     is_worker = concurrency > 0
     return Budget(
         worker=len(WORKER_LOOPS) if is_worker else 0,
@@ -45,14 +45,14 @@ def connection_budget(config: Config, *, concurrency: int = 0, listen: bool = Tr
 
 
 def daemon_budget(config: Config, *, workers: int, concurrency: int) -> Budget:
-    """Of all processes of a daemon. Its keeper has the duties, and listens, for the workers: they have three loops."""
+    """The budget of all processes of a daemon. Its keeper runs the duties and listens: its workers have three loops."""
     one = connection_budget(config, concurrency=concurrency, listen=False)
     together = Budget(*(workers * each for each in one._replace(worker=one.worker - 1)))
     return together._replace(listener=len(KEEPER_LOOPS))
 
 
 class BudgetCheck:
-    """A worker's first duty, and done once."""
+    """A duty that runs once, at the start."""
 
     def __init__(self, session: Session, budget: Budget) -> None:
         self._session = session
@@ -64,16 +64,16 @@ class BudgetCheck:
 
 
 def warn_if_scarce(session: Session, budget: Budget) -> None:
-    """Once, at a worker's start: later it would be an error in the middle of the work. Behind a pooler the server's
-    connections are the pooler's to count.
+    """Warns at the start, before a missing connection is an error in the middle of the work. Behind a pooler, only the
+    pooler can count the server's connections.
     """
     try:
         if session.is_pooled:
             return
         most, reserved, used, ours = session.run(_SLOTS)
-    except psycopg.Error:  # the loops will meet it too, and say so
+    except psycopg.Error:  # the loops will meet and report it
         return
-    used -= min(ours, budget.total)  # what we have opened already is in the budget
+    used -= min(ours, budget.total)  # the connections that we have opened already are in the budget
     left = most - reserved - used
     if budget.total > left:
         log.warning(
@@ -88,8 +88,8 @@ def warn_if_scarce(session: Session, budget: Budget) -> None:
         )
 
 
-# Everybody may read these counts; of the sessions of others, a role without privileges sees next to nothing. Which are
-# ours, their names tell: another worker's too, so that of several which start together none is warned for the others.
+# Every role may read these counts, while it sees next to nothing of other roles' sessions. Our connections are known by
+# their names. Those of other workers count too, so that workers that start together do not warn of each other.
 _SLOTS = Statement(
     """
     select current_setting('max_connections')::int,

@@ -1,4 +1,4 @@
-"""The command `tasklib`. Its commands need the extra `cli`; without it, it says so."""
+"""The entry point of the command `tasklib`. Without the extra `cli` it says what to install."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The clock that the library's own waits, leases and ids go by: Python's `time`, in a copy that nobody else can patch.
+"""The clock of the library's own waits, leases and ids: a copy of Python's `time` that test tools do not patch.
 
 Tests patch `time` to stop or move the time of the application under test: freezegun replaces the functions of `time`,
 and every name in every module that refers to one of them. A worker whose clock stands still never reaches a deadline,
-so it would wait for ever. The functions of the copy are other objects, which no such tool knows; they cost the same.
+so it would wait for ever. The functions of the copy are other objects, which freezegun does not know. They cost the
+same.
 
-Write `from tasklib.clock import time` where you would write `import time`; ruff refuses the latter in this package.
+Write `from tasklib.clock import time` instead of `import time`, which ruff refuses in this package.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _copy_of_time() -> object:
     assert spec.loader is not None  # noqa: S101 - as above
     copy = module_from_spec(spec)
     spec.loader.exec_module(copy)
-    vars(copy)["sleep"] = shared_time.sleep  # reads no clock, and gevent has to replace it
+    vars(copy)["sleep"] = shared_time.sleep  # reads no clock, and gevent must be able to replace it
     return copy
 
 
@@ -37,7 +38,7 @@ else:
 
 
 def with_real_time(loop: AbstractEventLoop) -> AbstractEventLoop:
-    """The same event loop, with timers that go by this clock. uvloop's never go by Python's."""
+    """The same event loop, with timers that use this clock. Those of uvloop never use Python's clock."""
     if isinstance(loop, BaseEventLoop):
         vars(loop)["time"] = time.monotonic
     return loop

@@ -1,8 +1,8 @@
 """The commands of `tasklib`, for people (tables) and for programs (`--json`).
 
-The database is named by TASKLIB_DATABASE_URL, DATABASE_URL or libpq's PG* variables, never by an argument:
-arguments are shown to every user of the machine by `ps`. Exit codes: 0 done, 1 refused or failed, 2 wrong usage;
-those of `doctor` are what monitoring expects.
+TASKLIB_DATABASE_URL, DATABASE_URL or libpq's PG* variables name the database. No argument does, since `ps` shows the
+arguments to every user of the machine. Exit codes: 0 done, 1 refused or failed, 2 wrong usage. `doctor` has the exit
+codes that monitoring expects.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tasklib.errors import (
 from tasklib.states import State
 from tasklib.version import __version__
 
-# Each command imports what it needs, and `--help` nothing: a shell that completes a word, and a person who looks for an
-# option, do not wait for a database driver.
+# Each command imports what it needs, and `--help` nothing: neither shell completion nor help should wait for a database
+# driver.
 # ruff: noqa: PLC0415
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
-TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="The id, or as much of it as no other has.")]
+TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="The id, or a beginning that no other id has.")]
 DOCTOR_SECONDS = 30.0  # a test compares it with the doctor's own
 NO_RIGHT = "42501"
 
@@ -67,7 +67,7 @@ def run() -> None:
     try:
         app()
     except TasklibError as error:
-        print(f"tasklib: {error}", file=sys.stderr)  # noqa: T201 - this is the command's voice
+        print(f"tasklib: {error}", file=sys.stderr)  # noqa: T201 - the command's own error
         sys.exit(2 if isinstance(error, InvalidOptions) else 1)
 
 
@@ -212,14 +212,14 @@ def show(task_id: TaskIdArgument, as_json: Json = False) -> None:
     if task is None:
         raise TasklibError(f"there is no task {task_id}")
     if as_json:
-        told = None if attempts is None else [each.to_dict() for each in attempts]
-        typer.echo(printing.as_json({**task.to_dict(), "attempts": told}))
+        shown = None if attempts is None else [each.to_dict() for each in attempts]
+        typer.echo(printing.as_json({**task.to_dict(), "attempts": shown}))
     else:
         printing.print_task(task, attempts or [])
 
 
 def _attempts(client: Client, task_id: UUID) -> list[Attempt] | None:
-    """None: the role may read tasks, and not their attempts."""
+    """None: the role may read tasks, but not their attempts."""
     try:
         return client.get_attempts(task_id)
     except DatabaseError as error:
@@ -231,7 +231,7 @@ def _attempts(client: Client, task_id: UUID) -> list[Attempt] | None:
 
 
 def _whole_id(client: Client, text: str) -> UUID:
-    """Ids are told apart by the beginning that no other has; it is looked up as a range of the primary key."""
+    """Find the one id that begins with the text, as a range of the primary key."""
     from tasklib.statements import Statements
 
     digits = text.strip().lower().replace("-", "")
@@ -259,8 +259,8 @@ def stats(
     with _client() as client:
         queues, tasks = client.queue_statistics(), client.task_statistics(window)
     if as_json:
-        told = {"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}
-        typer.echo(printing.as_json(told))
+        shown = {"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}
+        typer.echo(printing.as_json(shown))
     else:
         printing.print_statistics(queues, tasks, window)
 
@@ -277,7 +277,7 @@ def doctor(
     Exit codes: 0 all is well, 1 a warning, 2 something critical, 3 there is nothing to look at.
     """
     from tasklib.config import Config
-    from tasklib.doctor import CHECKS, DEEP_CHECKS, EXIT_CODES, UNKNOWN_EXIT_CODE, examine, worst
+    from tasklib.doctor import CHECKS, DEEP_CHECKS, EXIT_CODES, UNKNOWN_EXIT_CODE, run_checks, worst
     from tasklib.printing import as_json as to_json
     from tasklib.printing import findings_text
 
@@ -287,38 +287,38 @@ def doctor(
     with _progress() as tell:
         try:
             config = Config.from_environment()
-            found = examine(config, seconds=timeout, skip=skip or (), deep=deep, on_check=tell)
+            found = run_checks(config, seconds=timeout, skip=skip or (), deep=deep, on_check=tell)
         except InvalidConfig as error:
             typer.echo(f"UNKNOWN: {error}", err=True)
             raise typer.Exit(UNKNOWN_EXIT_CODE) from None
-        except Exception as error:  # noqa: BLE001 - a bug of ours: Python's exit code for it would mean a warning
+        except Exception as error:  # noqa: BLE001 - a bug of ours; Python's exit code 1 would mean a warning
             typer.echo(f"UNKNOWN: {type(error).__name__}, which is a bug of tasklib", err=True)
             traceback.print_exc()
             raise typer.Exit(UNKNOWN_EXIT_CODE) from None
     severity = worst(found)
     findings = [each.to_dict() for each in found]
-    told = {"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}
+    shown = {"severity": severity, "exit_code": EXIT_CODES[severity], "findings": findings}
     word = ("OK", "WARNING", "CRITICAL")[EXIT_CODES[severity]]
-    with _whoever_reads_it():
-        typer.echo(to_json(told) if as_json else findings_text(found, severity, word))
+    with _ignoring_closed_output():
+        typer.echo(to_json(shown) if as_json else findings_text(found, severity, word))
     raise typer.Exit(EXIT_CODES[severity])
 
 
 @contextlib.contextmanager
-def _whoever_reads_it() -> Iterator[None]:
-    """The exit code says what was found, also if nobody can be told: `tasklib doctor | head -1`, a full disk."""
+def _ignoring_closed_output() -> Iterator[None]:
+    """Keep the exit code if the output cannot be written: `tasklib doctor | head -1`, a full disk."""
     try:
         yield
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             typer.echo(f"tasklib: what was found cannot be written: {error.strerror}", err=True)
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in a buffer, when Python ends
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what Python flushes when it ends
         os.dup2(nowhere, sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """On a terminal; what is printed in the end goes elsewhere, and to monitoring."""
+    """Show on a terminal which check runs. It goes to stderr: stdout is for the findings."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""What the library needs to know, checked once. The original TaskLib's fields come first, with its defaults."""
+"""The library's settings, checked once. The fields of the original TaskLib come first, with its defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Config:
     default_task_timeout_seconds: Annotated[float, Range(0.01, YEAR_SECONDS)] | None = None
     worker_id: Annotated[str, Field(max_length=200)] | None = None
 
-    listen_database_url: _Address | None = field(default=None, repr=False)  # where LISTEN works, if not at database_url
+    listen_database_url: _Address | None = field(default=None, repr=False)  # if LISTEN does not work at database_url
     schema: Annotated[str, Field(max_length=63)] = "tasklib"
     auto_migrate: bool = False
     pool_size: Annotated[int, Range(1, 1000)] = 10
@@ -51,7 +51,7 @@ class Config:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _speak_clearly(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+    def _raise_our_error(cls, given: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
         try:
             return validate(given)
         except ValidationError as error:
@@ -62,7 +62,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_schema(self.schema)
-        # A lease must end before a lock: otherwise the lock of a live worker could pass before it is extended.
+        # A lease must be shorter than a lock: otherwise the lock of a live worker could end before it is extended.
         object.__setattr__(self, "lease_seconds", min(self.lease_seconds, self.lock_timeout_seconds / 1.5))
         object.__setattr__(self, "database_url", _SQLALCHEMY_DRIVER.sub(r"\1", self.database_url))
         if self.listen_database_url is not None:
@@ -71,9 +71,10 @@ class Config:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
-        """TASKLIB_DATABASE_URL, else the credential database_url, else DATABASE_URL, else libpq's own PG* variables;
-        TASKLIB_LISTEN_DATABASE_URL, else the credential; TASKLIB_SCHEMA. A credential is a file in the directory that
-        CREDENTIALS_DIRECTORY names, as for the daemon: beside one, commands find the same database.
+        """The database is TASKLIB_DATABASE_URL, else the credential database_url, else DATABASE_URL, else what libpq's
+        PG* variables name. listen_database_url is TASKLIB_LISTEN_DATABASE_URL, else the credential of that name. The
+        schema is TASKLIB_SCHEMA. A credential is a file in the directory CREDENTIALS_DIRECTORY. The daemon reads it
+        too, so that commands beside a daemon find the same database.
         """
         url = _given(environment, "database_url") or environment.get("DATABASE_URL") or ""
         if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
@@ -88,7 +89,7 @@ class Config:
 
 
 def _given(environment: Mapping[str, str], name: str) -> str:
-    """By our own variable, else by a credential; "" if by neither."""
+    """The value of our own variable, else of the credential, else ""."""
     directory = environment.get("CREDENTIALS_DIRECTORY")
     if (given := environment.get(f"TASKLIB_{name.upper()}")) or not directory:
         return given or ""

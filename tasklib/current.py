@@ -14,6 +14,7 @@ from pydantic_core import from_json, to_json
 
 from tasklib.clock import time
 from tasklib.errors import InvalidOptions, NoCurrentTask
+from tasklib.number import is_number
 from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_CHARACTERS = 1_000
 LARGEST = 1e15
+USE_ASYNC_CONNECTION = (
+    "current_task().connection is for sync tasks; in an async task: await current_task().async_connection()"
+)
+USE_CONNECTION = "async_connection() is for async tasks; in a sync task use current_task().connection"
 _current: ContextVar[Callable[[], CurrentTask]] = ContextVar("tasklib_current_task")
 
 
-class Surroundings(Protocol):
-    """What a running task can ask of who runs it."""
+class TaskContext(Protocol):
+    """What a running task can ask of its worker."""
 
     @property
     def cancel_asked(self) -> bool: ...
@@ -57,7 +62,7 @@ class CurrentTask:
     timeout_seconds: float | None
     parent_id: UUID | None
     tags_json: str = field(repr=False)
-    surroundings: Surroundings = field(repr=False)
+    task_context: TaskContext = field(repr=False)
     started: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -67,7 +72,7 @@ class CurrentTask:
 
     @property
     def deadline(self) -> datetime | None:
-        """When its timeout passes, by the database's clock; None: it has none."""
+        """When its timeout passes, by the database's clock; None: it has no timeout."""
         return None if self.timeout_seconds is None else self.started_at + timedelta(seconds=self.timeout_seconds)
 
     @property
@@ -79,42 +84,42 @@ class CurrentTask:
 
     @property
     def cancel_asked(self) -> bool:
-        """Somebody cancelled it: it will be cancelled, unless it completes."""
-        return self.surroundings.cancel_asked
+        """A cancel was requested: the task will be cancelled, unless it completes."""
+        return self.task_context.cancel_asked
 
     @property
     def should_stop(self) -> bool:
-        """Its worker wants to stop, its time is up, or it was cancelled. A long loop looks here, saves what it has and
+        """Its worker wants to stop, its time is up, or it was cancelled. A long loop checks this, saves its work and
         raises `Snooze(0)`, or returns.
         """
-        return self.surroundings.should_stop
+        return self.task_context.should_stop
 
     def progress(self, done: float, total: float | None = None, message: str | None = None) -> None:
-        """Say how far it is, as often as you like: it is written every half second, for `get_task(...).progress`."""
-        said = {"done": _number("done", done), "total": total if total is None else _number("total", total)}
+        """Report how far the task is, as often as you like. It is written twice a second, for `get_task().progress`."""
+        progress = {"done": _number("done", done), "total": total if total is None else _number("total", total)}
         if message is not None:
-            said["message"] = storable(str(message), MAX_MESSAGE_CHARACTERS)
-        self.surroundings.note_progress(
-            to_json({key: value for key, value in said.items() if value is not None}).decode()
+            progress["message"] = storable(str(message), MAX_MESSAGE_CHARACTERS)
+        self.task_context.note_progress(
+            to_json({key: value for key, value in progress.items() if value is not None}).decode()
         )
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
-        """A psycopg connection in a transaction that also completes the task: what is written here and the completion
-        are committed together, exactly once, when the function returns. If it raises, all of it is rolled back. A
-        commit of its own is refused, and an error in SQL spoils it: put `with connection.transaction():` around what
-        may fail.
-        For async functions: `await current_task().async_connection()`.
+        """A psycopg connection in the transaction that also completes the task. Its writes and the completion are
+        committed together, exactly once, when the function returns. If the function raises, all is rolled back. The
+        task cannot commit by itself. An error in SQL aborts the transaction: put `with connection.transaction():`
+        around statements that may fail.
+        In async functions: `await current_task().async_connection()`.
         """
-        return self.surroundings.connection()
+        return self.task_context.connection()
 
     async def async_connection(self) -> psycopg.AsyncConnection[Any]:
         """`connection` for async functions."""
-        return await self.surroundings.async_connection()
+        return await self.task_context.async_connection()
 
 
 def current_task() -> CurrentTask:
-    """The task that is running here. Outside of one, an error: `is_running_task()` asks first."""
+    """The task that is running here. Raises outside of a task; `is_running_task()` asks first."""
     describe = _current.get(None)
     if describe is None:
         raise NoCurrentTask(
@@ -129,17 +134,17 @@ def is_running_task() -> bool:
 
 
 def enter_task(describe: Callable[[], CurrentTask]) -> None:
-    """For this context, which ends with the task. It is described when somebody asks: most never do."""
+    """In this context, which ends with the task. `describe` is called on demand: most tasks never ask."""
     _current.set(describe)
 
 
 def current_task_id() -> UUID | None:
-    """The parent of what is submitted here."""
+    """The parent of tasks that are submitted here."""
     describe = _current.get(None)
     return None if describe is None else describe().id
 
 
 def _number(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if not is_number(value, -LARGEST, LARGEST):
         raise InvalidOptions(f"progress: {name} must be a number, got {value!r}")
     return value

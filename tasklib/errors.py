@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TasklibError(Exception):
-    """The root: catch this to catch whatever the library raises on purpose."""
+    """The base of every error that the library raises on purpose."""
 
 
 class NotInitialised(TasklibError):
@@ -49,11 +49,11 @@ class TaskNotFound(TasklibError, LookupError):
 
 
 class ResultTimeout(TasklibError, TimeoutError):
-    """The task was not final in time. It goes on. The message says how it stands, and if no live worker serves it."""
+    """The task was not final in time. It goes on. The message says its state, and whether no live worker serves it."""
 
 
 class InvalidResult(TasklibError, ValueError):
-    """The task completed, but what is stored is not what its function says it returns; `value` is what is stored."""
+    """The task completed, but its stored result, `value`, does not have the type that its function returns."""
 
     def __init__(self, message: str, value: object = None) -> None:
         super().__init__(message)
@@ -61,9 +61,10 @@ class InvalidResult(TasklibError, ValueError):
 
 
 class TaskFailed(TasklibError):
-    """The task whose result was asked for did not succeed: its `task_id`, `name`, `state` and error `code`; `message`,
-    "Type: what happened"; `traceback`, the text as it is stored, which begins with the message. Python prints that text
-    below the error, as a note.
+    """The task whose result was asked for did not succeed.
+
+    It has the task's `task_id`, `name`, `state` and error `code`. `message` is "Type: what happened". `traceback` is
+    the stored text, which begins with the message; Python prints it below the error, as a note.
     """
 
     def __init__(self, *, task_id: UUID, name: str, state: str, code: str, error: str) -> None:
@@ -83,19 +84,19 @@ class TaskFailed(TasklibError):
 
 
 class TaskCancelled(TaskFailed):
-    """Somebody cancelled it."""
+    """The task was cancelled."""
 
 
 class TaskExpired(TaskFailed):
-    """It was not started before its `expires_at`."""
+    """The task was not started before its `expires_at`."""
 
 
 class TaskBuried(TaskFailed):
-    """It killed its workers, or was held too long, too often."""
+    """The task killed its workers, or was held too long, too often."""
 
 
 def _rebuild(kind: type[TaskFailed], values: dict[str, Any]) -> TaskFailed:
-    """Exceptions travel between processes; keyword arguments do not by themselves."""
+    """For pickle, which calls an exception's class with positional arguments only."""
     return kind(**values)
 
 
@@ -108,7 +109,7 @@ class CommitUnknown(DatabaseUnavailable):
 
 
 class DatabaseError(TasklibError):
-    """PostgreSQL refused a statement for a reason that the library does not handle; `sqlstate` tells which."""
+    """PostgreSQL refused a statement for a reason that the library does not handle; `sqlstate` is its error code."""
 
     def __init__(self, message: str, *, sqlstate: str | None = None) -> None:
         super().__init__(message)
@@ -140,4 +141,4 @@ class SchemaChanged(SchemaError):
 
 
 class EmbeddedPostgresError(TasklibError):
-    """A PostgreSQL of one's own could not be found or started."""
+    """An embedded PostgreSQL could not be found or started."""

@@ -2,7 +2,7 @@
 
     app = FastAPI(lifespan=lifespan(config))
 
-It imports neither: a lifespan is a function from the application to an async context manager, and nothing else.
+It imports neither of them: a lifespan is just a function from the application to an async context manager.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tasklib.application import close, default_async_client, init, init_later
+from tasklib.application import close_async, init, init_later
 from tasklib.config import Config
 from tasklib.log import log
 from tasklib.worker import TaskWorker
@@ -29,7 +29,8 @@ def lifespan(
     Without a Config, the environment names the database, as for `init`. With `worker`, tasks run in this process too,
     beside the requests: True for a TaskWorker with its defaults, or one of your own. It drains before the end.
 
-    Nobody runs the lifespan of an application that is mounted into another: the first submit opens what it needs.
+    The lifespan of an application that is mounted into another one never runs: then the first submit opens a
+    connection.
 
     In a lifespan of your own: `async with lifespan(config)(app): ... yield`.
     """
@@ -52,17 +53,15 @@ def lifespan(
 @asynccontextmanager
 async def _initialised(config: Config) -> AsyncIterator[None]:
     init(config)
-    client = default_async_client()
     try:
         yield
     finally:
-        await client.close()
-        close()
+        await close_async()
 
 
 @asynccontextmanager
 async def _working(worker: TaskWorker) -> AsyncIterator[None]:
-    """The application neither waits for it to start nor ends if it fails: requests are still served."""
+    """The application does not wait until the worker has started, and serves requests even if it fails."""
     running = asyncio.create_task(worker.run())
     running.add_done_callback(_tell_failure)
     try:
@@ -74,6 +73,6 @@ async def _working(worker: TaskWorker) -> AsyncIterator[None]:
 
 
 def _tell_failure(running: asyncio.Task[None]) -> None:
-    """At once: it is raised only when the application ends."""
+    """Log it at once: it is raised only when the application ends."""
     if not running.cancelled() and (error := running.exception()) is not None:
         log.error("worker.failed", error=f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A submitted task, in the hands of who wants its result."""
+"""A handle: one submitted task, its state and its result."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
     from pydantic import TypeAdapter
 
-    from tasklib.client import AsyncClient, CancelAnswer, Client
+    from tasklib.client import AsyncClient, Client
     from tasklib.record import Task
     from tasklib.results import ResultSchema
+    from tasklib.verbs import CancelAnswer
 
 R = TypeVar("R")
 _ERRORS = {State.CANCELLED: TaskCancelled, State.EXPIRED: TaskExpired, State.BURIED: TaskBuried}
 
 
 class Handle(Generic[R]):
-    """One submitted task, whose function returns an R: how it stands, and its result.
+    """One submitted task, whose function returns an R.
 
-    Without a client, it uses the default one, that `tasklib.init` made.
+    Without a client, it uses the default one that `tasklib.init` made.
     """
 
     __slots__ = ("_client", "_returns", "id")
@@ -52,34 +53,35 @@ class Handle(Generic[R]):
         return hash(self.id)
 
     def task(self) -> Task:
-        """The row as it stands: state, progress, times."""
+        """The task as it is now: state, progress, times."""
         return _found(self.id, self._sync().get_task(self.id))
 
     async def task_async(self) -> Task:
         return _found(self.id, await self._async().get_task(self.id))
 
     def status(self) -> State:
-        """Its state, now."""
+        """The task's state, now."""
         return self.task().state
 
     async def status_async(self) -> State:
         return (await self.task_async()).state
 
-    async def result(self, timeout: float | None = None) -> R:  # noqa: ASYNC109 - it takes part in no cancel scope
-        """What the function returned, as soon as it has, retries included. `TaskFailed` if it did not succeed,
-        `TaskNotFound` if there is no such task, `InvalidResult` if what is stored is not what the function says it
-        returns. `ResultTimeout` after `timeout` seconds (None: never); the task goes on then, and can be asked again.
+    async def result(self, timeout: float | None = None) -> R:  # noqa: ASYNC109 - the timeout ends the wait, and cancels nothing
+        """Wait until the task is final, retries included, and return what the function returned. `TaskFailed` if it did
+        not succeed, `TaskNotFound` if there is no such task, `InvalidResult` if the stored result does not have the
+        type that the function returns. `ResultTimeout` after `timeout` seconds (None: never); the task goes on, and
+        `result` can be called again.
         """
         [task] = await self._async().wait_for([self.id], timeout)
         return self._value(task)
 
     def result_sync(self, timeout: float | None = None) -> R:
-        """`result` for code that is not async."""
+        """The sync form of `result`."""
         [task] = self._sync().wait_for([self.id], timeout)
         return self._value(task)
 
     def cancel(self, reason: str | None = None) -> CancelAnswer:
-        """Answers "cancelled": it waited, and will not run; "asked": a worker is asked to stop; None: it is final."""
+        """Cancel the task: see `tasklib.cancel_task`."""
         return self._sync().cancel_task(self.id, reason)
 
     async def cancel_async(self, reason: str | None = None) -> CancelAnswer:
@@ -91,7 +93,7 @@ class Handle(Generic[R]):
         return result_of(task, self._returns)
 
     def _sync(self) -> Client:
-        from tasklib.application import default_client  # noqa: PLC0415 - it makes clients, which make handles
+        from tasklib.application import default_client  # noqa: PLC0415 - that module imports this one
 
         return default_client() if self._client is None else self._client.as_sync()
 
@@ -102,7 +104,7 @@ class Handle(Generic[R]):
 
 
 def failure_of(task: Task) -> TaskFailed:
-    """The error of a task that is final and did not succeed."""
+    """The error for a task that is final and did not succeed."""
     kind = _ERRORS.get(task.state, TaskFailed)
     return kind(
         task_id=task.id, name=task.name, state=task.state, code=task.error_code or "", error=task.error or "no details"
@@ -110,7 +112,7 @@ def failure_of(task: Task) -> TaskFailed:
 
 
 def result_of(task: Task, returns: TypeAdapter[R] | ResultSchema | None) -> R:
-    """The stored result, as the type that the function says it returns, where it says one."""
+    """The stored result, as the type that the function returns, if it names one."""
     stored: Any = task.result
     if isinstance(stored, dict) and "not_stored" in stored:
         raise InvalidResult(f"{task.name} ({task.id}) completed, but its result was not stored: {stored['not_stored']}")
@@ -124,7 +126,7 @@ def result_of(task: Task, returns: TypeAdapter[R] | ResultSchema | None) -> R:
     except ValidationError as error:
         reasons = "; ".join(each["msg"] for each in error.errors(include_input=False))
         raise InvalidResult(
-            f"{task.name} ({task.id}) completed, but what is stored does not fit the type that it returns: {reasons}",
+            f"{task.name} ({task.id}) completed, but the stored result is not of the type that it returns: {reasons}",
             value,
         ) from None
 

@@ -11,7 +11,7 @@ from tasklib.clock import time
 _set_int = UUID.__dict__["int"].__set__
 _MILLISECOND = 1_000_000  # in nanoseconds
 _STEP = 1 << 32  # the counter is the upper 30 bits of rand_b
-_ROOM = 1 << 29  # how far it counts in one millisecond
+_IDS_PER_MILLISECOND = 1 << 29
 
 
 class TaskId(UUID):
@@ -20,15 +20,15 @@ class TaskId(UUID):
     """
 
     __slots__ = ()
-    # For all of them: an id is made for every task of a bulk submit, and to set three attributes takes half of that.
-    is_safe = SafeUUID.unknown  # type: ignore[misc]  # typeshed calls it final; it stays what it was
+    # Class attributes: a bulk submit makes an id for every task, and to set three attributes took half of that time.
+    is_safe = SafeUUID.unknown  # type: ignore[misc]  # typeshed calls it final; the value is UUID's own
     existed: bool = False
 
-    def __new__(cls, value: UUID | int | str, *, existed: bool = False) -> TaskId:  # noqa: PYI034 - one of two
+    def __new__(cls, value: UUID | int | str, *, existed: bool = False) -> TaskId:  # noqa: PYI034 - one of two classes
         return _make(value if isinstance(value, int) else UUID(str(value)).int, _EarlierTaskId if existed else TaskId)
 
     def __init__(self, value: UUID | int | str, *, existed: bool = False) -> None:
-        """Made already."""
+        """`__new__` has made it."""
 
     def __repr__(self) -> str:
         return f"TaskId({str(self)!r})"
@@ -44,7 +44,7 @@ class _EarlierTaskId(TaskId):
 
 def _make(value: int, kind: type[TaskId] = TaskId) -> TaskId:
     made = object.__new__(kind)
-    _set_int(made, value)  # a UUID forbids its own
+    _set_int(made, value)  # UUID forbids to set an attribute
     return made
 
 
@@ -53,10 +53,10 @@ def _restore(value: int, existed: bool) -> TaskId:
 
 
 class IdSource:
-    """UUIDv7 that grow strictly within one process: a counter follows the milliseconds.
+    """Makes UUIDv7 that grow strictly within one process: a counter follows the milliseconds.
 
     A clock that steps back does not break the order: the last millisecond is kept until the clock has caught up.
-    Chance is drawn once per millisecond: two system calls for each id were half of its cost.
+    Random bits are drawn once per millisecond: two system calls for each id were half of its cost.
     """
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class IdSource:
             return made
 
     def _begin(self, millisecond: int) -> None:
-        """Half of the counter is drawn, so that there is room to count."""
+        """The counter starts at a random value in its lower half, so that it does not overflow."""
         drawn = int.from_bytes(os.urandom(9))
-        chance, counter, above = drawn & 0xFFFFFFFF, drawn >> 32 & (_ROOM - 1), drawn >> 61 & 0x7FF
+        low, counter, high = drawn & 0xFFFFFFFF, drawn >> 32 & (_IDS_PER_MILLISECOND - 1), drawn >> 61 & 0x7FF
         self._millisecond = millisecond
-        self._left = _ROOM
-        self._last = millisecond << 80 | 0x7 << 76 | above << 64 | 0b10 << 62 | counter << 32 | chance
+        self._left = _IDS_PER_MILLISECOND
+        self._last = millisecond << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | counter << 32 | low
 
 
 new_id = IdSource()

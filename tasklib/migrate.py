@@ -1,10 +1,10 @@
-"""Brings the schema to the library's version, and judges whether the library may use the one it finds.
+"""Brings the schema to the library's version, and decides whether the library may use the schema that it finds.
 
-Invariant: all that is applied is applied in one transaction, under one advisory lock that ends with it. However
-many start at once and wherever one is killed, the schema is as before or as after.
+Invariant: everything is applied in one transaction, under one advisory lock that ends with it. However many migrators
+start at once, and wherever one is killed, the schema is as before or as after.
 
-A migration is `NNNN_name.pre.sql` or `.post.sql`. A `pre` one only adds, so that libraries of the version before
-go on working: it runs before a rollout. A `post` one takes away what they need, and runs after it.
+A migration is `NNNN_name.pre.sql` or `.post.sql`. A `pre` migration only adds, so that libraries of the version before
+go on working: it runs before a rollout. A `post` migration removes what they need, and runs after the rollout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import psycopg
 
 from tasklib.clock import time
 from tasklib.config import Config
-from tasklib.connection import SEARCH_PATH, BoundedConnection, connection_string, translate
+from tasklib.connection import SEARCH_PATH, BoundedConnection
+from tasklib.connection_string import connection_string
+from tasklib.database_errors import translate
 from tasklib.errors import (
     InvalidConfig,
     SchemaBusy,
@@ -39,13 +41,13 @@ if TYPE_CHECKING:
 
 Phase = Literal["pre", "post"]
 LOCK_WAIT = "60s"
-TABLE_WAIT = "5s"  # for a table's lock: everyone who comes after the waiting migration waits with it
+TABLE_WAIT = "5s"  # for a table's lock: all later statements on the table wait behind the migration
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
-# order: of two versions in a rollout, each would take the other's functions for outdated.
+# order: during a rollout, each of two versions would take the other's functions for outdated.
 FUNCTIONS_REVISION = 16
-# What the schema's own expressions mean is settled when they are made: a name in them must not be found in `public`.
-# For the transaction alone: a pooler may be in between.
+# PostgreSQL resolves the names in the schema's own expressions when they are created: none must be found in `public`.
+# `local`, for this transaction only, since a pooler may be in between.
 _OWN_PATH: LiteralString = f"set local search_path = {SEARCH_PATH}"
 _FILE_NAME = re.compile(r"(\d{4})_(\w+)\.(pre|post)")
 
@@ -75,7 +77,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What lies between a schema and this library."""
+    """What a schema lacks for this library."""
 
     missing: bool
     pending: tuple[Migration, ...]
@@ -83,7 +85,7 @@ class Difference:
 
     @property
     def is_outdated(self) -> bool:
-        """The library needs more than is there. What only takes away can wait until the rollout is over."""
+        """The library cannot use the schema. A missing `post` migration does not matter, since it only removes."""
         return self.stale_functions or any(migration.phase == "pre" for migration in self.pending)
 
     def __str__(self) -> str:
@@ -109,9 +111,9 @@ def compare(applied: Sequence[Applied] | None, known: Sequence[Migration]) -> Di
 
 
 def ensure(config: Config) -> None:
-    """Before first use: a missing schema is made; an older one is refused, unless `auto_migrate`.
+    """Before first use: create a missing schema, and refuse an older one, unless `auto_migrate` is set.
 
-    A role that may submit and nothing else cannot look; what it calls will tell it.
+    A role that may only submit cannot read the schema's version. Its first call fails if the schema does not fit.
     """
     with _connect(config, seconds=config.database_timeout_seconds) as conn:
         difference = _difference_if_visible(conn, config.schema)
@@ -160,20 +162,20 @@ def apply(conn: psycopg.Connection, schema: str, *, phase: Phase | None = None) 
             return difference
     except psycopg.errors.LockNotAvailable:
         raise SchemaBusy(
-            f"schema {schema} is in use: another migration ({LOCK_WAIT}), or a transaction that holds a table "
-            f"({TABLE_WAIT}), was waited for in vain. Nothing was changed; try again later"
+            f"schema {schema} is in use: another migration runs (waited {LOCK_WAIT}), or a transaction holds a table "
+            f"(waited {TABLE_WAIT}). Nothing was changed; try again later"
         ) from None
     except psycopg.errors.InsufficientPrivilege as error:
         raise SchemaMissing(
             f"role {conn.info.user} may not create or change schema {schema} ({error.diag.message_primary}). "
-            f"Run `tasklib migrate` as a role that may, or hand `tasklib migrate --sql` to who does."
+            f"Run `tasklib migrate` as a role that may, or give the output of `tasklib migrate --sql` to one that may."
         ) from error
     except psycopg.Error as error:
         raise translate(error) from error
 
 
 def _preparation(schema: str) -> list[LiteralString]:
-    """Whatever the role's and the database's settings: after the lock, what others have committed is seen."""
+    """Override the settings of the role and the database: after the lock, other migrators' commits are visible."""
     return [
         "set transaction isolation level read committed",
         _OWN_PATH,
@@ -203,14 +205,14 @@ def steps(difference: Difference, schema: str) -> list[LiteralString]:
 
 
 def script(config: Config, difference: Difference | None = None, *, phase: Phase | None = None) -> str:
-    """What `migrate` would run, for psql. Without a difference: all of it, for an empty database."""
+    """The SQL that `migrate` would run, for psql. Without a difference: everything, for an empty database."""
     difference = _only(difference or compare(None, known_migrations()), phase)
     parts = ["begin", *_preparation(config.schema), *steps(difference, config.schema), "commit"]
     return "\n\n".join(sql.rstrip().rstrip(";") + ";" for sql in parts) + "\n"
 
 
 def describe(conn: psycopg.Connection, schema: str) -> str:
-    """The schema as it is in the catalogue, the same on every PostgreSQL version: for comparing."""
+    """The schema as the catalogue has it, in a form that is the same on every PostgreSQL version: for comparing."""
     with conn.transaction():
         conn.execute(_OWN_PATH)
         lines = conn.execute(_with_literals("describe", schema, schema)).fetchall()
@@ -238,7 +240,7 @@ def _refuse_changed(applied: dict[int, Applied], known: Sequence[Migration]) -> 
 
 
 def _refuse_incompatible(applied: Sequence[Applied], known: Sequence[Migration]) -> bool:
-    """True if a newer library has been here and left the schema usable for this one."""
+    """True if a newer library has changed the schema, and this library can still use it."""
     newest = max(migration.version for migration in known)
     newer = [row for row in applied if row.version > newest]
     if any(row.phase == "post" for row in newer):
@@ -258,7 +260,9 @@ def _checksum(text: str) -> str:
 
 
 def _with_literals(query: str, schema: str, *values: str | int) -> LiteralString:
-    """The values are versions, names and checksums of our own files, and the checked name of the schema."""
+    """The query with the values written into it. They are versions, names and checksums of our own files, and the
+    checked name of the schema.
+    """
     sql = queries("schema_migrations", schema)[query]
     filled: Any = re.sub(r"\$(\d)\b", lambda match: _literal(values[int(match[1]) - 1]), sql)
     return cast("LiteralString", filled)
@@ -269,7 +273,7 @@ def _literal(value: str | int) -> str:
 
 
 def _connect(config: Config, *, seconds: float = math.inf) -> psycopg.Connection:
-    """A migration may take its time; a first use has the time of any call."""
+    """A migration has no time limit; a first use has that of any call."""
     try:
         conn = BoundedConnection.connect(connection_string(config), autocommit=True)
     except psycopg.Error as error:
@@ -307,7 +311,7 @@ def run_command(*, check_only: bool, print_sql: bool, pre: bool) -> int:
 
 
 def _script_from_environment(phase: Phase | None) -> str:
-    """For the database that is configured; for an empty one if there is none."""
+    """For the configured database. For an empty one if none is configured."""
     try:
         config = Config.from_environment()
     except InvalidConfig:

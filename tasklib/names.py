@@ -1,4 +1,4 @@
-"""The names that users choose, and the rules they must keep. The database has the same rules as CHECKs."""
+"""The rules for names that users choose. The database has the same rules as CHECK constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said about a task besides its arguments: once at its definition, and again at each submit."""
+"""The options of a task: those of its definition, and those of one submit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from tasklib.arguments import encode_untyped
 from tasklib.errors import InvalidOptions
 from tasklib.names import check_key, check_queue, check_tag_key
+from tasklib.number import is_number, is_whole_number
 from tasklib.other_queues import SUBMIT, instead_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _INT4 = 2**31 - 1
 
 
 class SubmitOptions(TypedDict, total=False):
-    """The options of a submit; None means: as the task function says. No parameter of a task may have these names."""
+    """The options of a submit. None means the task function's value. No parameter of a task may have these names."""
 
     queue: str | None
     priority: int | None  # higher runs first; usual range -10 to 100
@@ -42,7 +43,7 @@ class SubmitOptions(TypedDict, total=False):
     idempotency_key: str | None
     store_result: bool | None
     on_crash: OnCrash | None
-    connection: Any  # whose transaction the submit joins: see tasklib/borrowed.py
+    connection: Any  # the submit is part of its transaction: see tasklib/caller_transaction.py
 
 
 RESERVED_PARAMETERS = frozenset(SubmitOptions.__annotations__)
@@ -50,7 +51,7 @@ RESERVED_PARAMETERS = frozenset(SubmitOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """The defaults of one task function. None means: as the Config says."""
+    """The defaults of one task function. None means the Config's value."""
 
     queue: str = DEFAULT_QUEUE
     priority: int = 0
@@ -84,8 +85,7 @@ class TaskOptions:
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were given, each checked and in the form in which it is stored."""
-    unknown = sorted(options.keys() - RESERVED_PARAMETERS)
-    if unknown:
+    if unknown := sorted(options.keys() - RESERVED_PARAMETERS):
         raise InvalidOptions(
             f"unknown option {', '.join(unknown)}; there are: {', '.join(sorted(RESERVED_PARAMETERS))}."
             f"{instead_of(unknown, SUBMIT)}"
@@ -106,9 +106,9 @@ def check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
 
 def check_whole(name: str, least: int, most: int = _INT4) -> Callable[[Any], int]:
     def checked(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if not is_whole_number(value, least, most):
             raise InvalidOptions(f"{name} must be a whole number from {least} to {most}, got {value!r}")
-        return value
+        return int(value)
 
     return checked
 
@@ -128,14 +128,14 @@ def check_moment(name: str) -> Callable[[Any], datetime]:
 
 
 def _check_timeout(value: Any) -> float:
-    if not _is_number(value) or not 0 < value <= CENTURY_SECONDS:
+    if not is_number(value, 0, CENTURY_SECONDS) or value == 0:
         raise InvalidOptions(f"timeout_seconds must be a positive number of seconds, got {value!r}")
     return float(value)
 
 
 def _check_delay(value: Any) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not _is_number(seconds) or not 0 <= seconds <= CENTURY_SECONDS:
+    if not is_number(seconds, 0, CENTURY_SECONDS):
         raise InvalidOptions(
             f"delay_seconds must be a number of seconds (or a timedelta) from zero to a century, got {value!r}"
         )
@@ -185,9 +185,7 @@ def _check_isolation(isolation: Any, memory_limit_mb: Any) -> None:
     if memory_limit_mb is None:
         return
     if isolation != "process":
-        raise InvalidOptions(
-            'memory_limit_mb needs isolation="process": a worker\'s memory is shared by all that it executes'
-        )
+        raise InvalidOptions('memory_limit_mb needs isolation="process": all tasks in a worker share its memory')
     check_whole("memory_limit_mb", 1)(memory_limit_mb)
 
 
@@ -197,11 +195,7 @@ def check_error_code(code: Any) -> str:
     return code
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# Every option that is stored with the task; `connection` says where the submit goes instead.
+# Every option that is stored with the task. `connection` is not: it says where to submit.
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "queue": check_text("queue", check_queue),
     "priority": check_whole("priority", -_INT4),

@@ -1,4 +1,4 @@
-"""What other task queues call things, for errors that name the word of this library."""
+"""The names that other task queues use, for errors that say the name in this library."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ SUBMIT = {
 
 
 def instead_of(names: Iterable[str], table: dict[str, str]) -> str:
-    """A sentence for those that are known elsewhere; empty for all others."""
+    """One sentence for each name that another queue uses. Empty if there is none."""
     return "".join(f" Instead of {name}, use {table[name]}." for name in names if name in table)

@@ -1,8 +1,8 @@
 """What an execution yielded, and what follows from it.
 
 A task function says how it ended by returning, or by what it raises. A runner turns that into an `Outcome`, a value;
-`decide` says what becomes of the task, as a `Settlement`, another value; one guarded statement writes it. No clock, no
-chance and no database in here: the same task, outcome and moment always give the same answer.
+`decide` says what becomes of the task, as a `Settlement`, another value; one guarded statement writes it. There is no
+clock, no chance and no database in here: the same task, outcome and moment always give the same answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
 
 from tasklib.errors import InvalidOptions
+from tasklib.ranges import YEAR_SECONDS
 from tasklib.retry import Exponential, delay_seconds
 from tasklib.states import State
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TaskSignal(Exception):
-    """How a task function says what should become of its task, other than by returning."""
+    """What a task function raises to say what shall become of its task."""
 
 
 class Retry(TaskSignal):
@@ -44,7 +45,7 @@ class Snooze(TaskSignal):
 
 
 class Cancel(TaskSignal):
-    """There is nothing to do any more: the task is cancelled."""
+    """There is nothing left to do: the task is cancelled."""
 
     def __init__(self, reason: str = "cancelled by itself") -> None:
         super().__init__(reason)
@@ -67,7 +68,7 @@ class TimeoutInterrupt(TaskInterrupt):
 
 
 class CancelInterrupt(TaskInterrupt):
-    """Somebody cancelled it."""
+    """A client cancelled it."""
 
 
 class StopInterrupt(TaskInterrupt):
@@ -115,9 +116,9 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Given back without cost: never started, or stopped because its worker stops. `began` counts as an attempt, since
-    it may be marked as running; `ran` is false if no line of it was executed all the same. `may_repeat` is false if the
-    next run cannot end in the same way for the same reason.
+    """Given back at no cost: never started, or stopped because its worker stops. `began` counts as an attempt, since
+    the task may be marked as running; `ran` is false if none of its lines was executed even so. `may_repeat` is false
+    if the next run cannot end in the same way for the same reason.
     """
 
     began: bool
@@ -131,12 +132,12 @@ class Expired:
     """Its `expires_at` passed while it waited in a worker's buffer."""
 
 
-OWN_PROCESS = "its process"  # how the reason begins, where a worker tells of the death of an isolated task
+OWN_PROCESS = "its process"  # how the reason begins, if a worker reports the death of an isolated task
 SERVER_DIED = "the fork server died under it"
 
 
 def is_told_by_worker(failed_reason: str | None) -> bool:
-    """Whether a worker wrote this of a task that it had survived. All other crashes are written by somebody else."""
+    """Whether a worker that survived the crash wrote this. The reaper writes the reasons of all other crashes."""
     return failed_reason is not None and (failed_reason.startswith(f"{OWN_PROCESS} ") or failed_reason == SERVER_DIED)
 
 
@@ -150,13 +151,15 @@ class Crashed:
     is_isolated: bool = False  # and it always runs in a process of its own: it needs no empty worker
 
 
-Outcome: TypeAlias = Completed | Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
+_Unfinished: TypeAlias = Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
+Outcome: TypeAlias = Completed | _Unfinished
 
 AttemptOutcome = Literal[
     "COMPLETED", "FAILED", "WORKER_FAILURE", "TIMED_OUT", "CANCELLED", "SNOOZED", "INTERRUPTED", "LEASE_LOST"
 ]
 
 
+MOST_FREE_RUNS = 10  # that an unreachable database may cause; after that it counts as the task's own fault
 PROMPT_FREE_RUNS = 3  # without a pause before the next
 LONGEST_DELAY_SECONDS = 30.0  # between free runs
 
@@ -215,18 +218,34 @@ class Settlement(NamedTuple):
     def began(self) -> bool:
         return self.outcome is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """The task is not final: it waits for its next run."""
+        return self.state == State.PENDING or (self.state == State.FAILED and self.due_at is not None)
+
 
 def succeeded(outcome: Completed) -> Settlement:
-    """Whatever was asked for in the meantime: the work has been done."""
+    """Even if a cancel was requested: the work has been done."""
     return Settlement(State.COMPLETED, "COMPLETED", None, None, outcome.result)
 
 
-def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Settlement:  # noqa: PLR0911 - one for each outcome
-    """What becomes of the task. Complete: every outcome has its answer, whatever the task's state."""
+def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Settlement:
+    """What becomes of the task. Every outcome has an answer, whatever the task's state."""
     if isinstance(outcome, Completed):
         return succeeded(outcome)
-    if task.cancel_asked_at is not None:
-        return _cancelled_on_request(task, outcome)
+    settlement = _decide(task, outcome, now, rules)
+    return settlement if task.cancel_asked_at is None else stopped(settlement)
+
+
+def stopped(settlement: Settlement) -> Settlement:
+    """What becomes of a task with a cancel request, whatever it did short of completing. Only this function turns a
+    cancel request into an outcome. It is also called for a request that came after the decision: see OutcomeWriter.
+    """
+    problem = Problem("CANCELLED", "on request", "Cancelled: on request")
+    return Settlement(State.CANCELLED, "CANCELLED" if settlement.began else None, problem=problem)
+
+
+def _decide(task: HeldTask, outcome: _Unfinished, now: datetime, rules: Rules) -> Settlement:  # noqa: PLR0911 - one for each outcome
     match outcome:
         case Failed(problem, may_retry, delay):
             return _failed("FAILED", task, problem, now, rules, may_retry=may_retry, delay=delay)
@@ -265,28 +284,15 @@ def _failed(
     return Settlement(State.FAILED, word, due_at=now + timedelta(seconds=delay), problem=problem, is_retry=True)
 
 
-def _cancelled_on_request(task: HeldTask, outcome: Outcome) -> Settlement:
-    """Whatever it did after it was asked to stop, short of completing."""
-    match outcome:
-        case Crashed():
-            began = outcome.alone or task.state == State.RUNNING
-        case Expired():
-            began = False
-        case _:
-            began = getattr(outcome, "began", True)
-    problem = Problem("CANCELLED", "on request", "Cancelled: on request")
-    return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
-
-
 def _interrupted(task: HeldTask, interruption: Interrupted, now: datetime) -> Settlement:
-    """At no cost; but what must not run twice does not, once it has begun. If it has run for free often, it may be the
-    cause itself: it waits before it runs again.
+    """At no cost. But a task that must not run twice does not, once it has begun. A task that has had many free runs
+    may cause them itself: it waits before it runs again.
     """
     began, reason = interruption.began, interruption.reason
     if began and interruption.ran and task.on_crash == "fail":
         problem = Problem("INTERRUPTED", reason, f"Interrupted: {reason}")
         return Settlement(State.FAILED, "INTERRUPTED", problem=problem)
-    pause = pause_of_free_run(task) if interruption.ran and interruption.may_repeat else 0.0
+    pause = delay_of_free_run(task, PROMPT_FREE_RUNS) if interruption.ran and interruption.may_repeat else 0.0
     due_at = now + timedelta(seconds=pause) if began and pause else None
     return Settlement(State.PENDING, "INTERRUPTED" if began else None, due_at=due_at, suspect=task.suspect)
 
@@ -296,20 +302,24 @@ def free_runs(task: HeldTask) -> int:
     return task.attempt - task.retry_count
 
 
-def pause_of_free_run(task: HeldTask) -> float:
-    """The first few come at once, and after that each waits twice as long as the one before."""
-    often = free_runs(task) - PROMPT_FREE_RUNS
+def has_free_runs(task: HeldTask) -> bool:
+    return free_runs(task) < MOST_FREE_RUNS
+
+
+def delay_of_free_run(task: HeldTask, prompt_runs: int = 0) -> float:
+    """The first `prompt_runs` come at once; after that each waits twice as long as the one before."""
+    often = free_runs(task) - prompt_runs
     return min(2.0 ** min(often, 10), LONGEST_DELAY_SECONDS) if often >= 0 else 0.0
 
 
 def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Settlement:
-    """Who is guilty? What was executing is a suspect, and runs alone the next time; only a death while alone, or being
-    held past its time, is a strike. What may never have begun is not an attempt. It becomes a suspect at the second
-    death: a worker holds hundreds of tasks that it has not begun, and to run all of them alone would take longer than
-    the crash. What died alone, in a process of its own, is guilty; if it always has one, it needs no empty worker the
-    next time.
+    """Find the guilty task. A task that was executing is a suspect, and runs alone the next time. Only a death while
+    alone, or being held past its time, is a strike. A task that may never have begun had no attempt. It becomes a
+    suspect at the second crash only: a worker holds hundreds of tasks that it has not begun, and to run all of them
+    alone would take longer than the crash. A task that died alone, in a process of its own, is guilty; if it always has
+    such a process, it needs no empty worker the next time.
 
-    A task with on_crash="fail" is marked as running before its first line: if it is not, it had not begun.
+    A task with on_crash="fail" is marked as running before its first line: without the mark, it had not begun.
     """
     reason, began = crash.reason, crash.alone or task.state == State.RUNNING
     if not began and task.on_crash == "fail":
@@ -333,8 +343,8 @@ def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Set
 
 
 def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
-    """Past its timeout and the delta that allows for everything around it. In seconds: a moment so much later might lie
-    beyond the calendar.
+    """Longer than its timeout, and the delta that allows for everything around it. Compares seconds: the moment itself
+    may lie beyond the calendar.
     """
     if task.timeout_seconds is None:
         return False
@@ -343,8 +353,8 @@ def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
 
 
 def _chance(task: HeldTask) -> float:
-    """From the id and the count of retries: another for each, and no dice in a pure function. All bits of the id are
-    mixed, since those of one batch differ in a few.
+    """From the id and the count of retries: different for each retry, but no random number in a pure function. All bits
+    of the id are mixed, because ids of one batch differ in a few bits only.
     """
     mixed = (task.id.int + task.retry_count + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128
     return (mixed >> 64) / 2**64
@@ -352,6 +362,6 @@ def _chance(task: HeldTask) -> float:
 
 def _checked_delay(value: float | timedelta) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, bool) or not 0 <= seconds <= 100 * 365 * 86400:
+    if isinstance(seconds, bool) or not 0 <= seconds <= 100 * YEAR_SECONDS:
         raise InvalidOptions(f"delay_seconds must be a number of seconds from zero to a century, got {value!r}")
     return float(seconds)

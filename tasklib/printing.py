@@ -1,5 +1,7 @@
-"""What the command line prints for people. On a terminal, tables fit its width; in a pipe, each row is one line,
-however long, so that `grep` and `cut` find all of it. Stored text is never obeyed as terminal codes.
+"""What the command line prints for people.
+
+On a terminal, tables fit its width. In a pipe, each row is one line, however long, so that `grep` and `cut` find all of
+it. Control characters in stored text are printed as escapes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 from pydantic_core import to_json
 
+from tasklib.log import printable
 from tasklib.record import is_failed, is_retrying
 from tasklib.states import State
 
@@ -59,7 +62,9 @@ def print_tasks(tasks: Iterable[Task], *, now: datetime) -> None:
 
 
 def print_task(task: Task, attempts: Sequence[Attempt]) -> None:
-    """Every column that has a value, then every attempt with its traceback. That of the last is the task's own."""
+    """Print every column that has a value, then every attempt with its traceback. The last attempt's traceback is also
+    the task's error: it is printed once.
+    """
     values = {name: value for name, value in task.to_dict().items() if value is not None}
     if task.error and any(attempt.error == task.error for attempt in attempts):
         values["error"] = task.error.split("\n", 1)[0]
@@ -101,7 +106,7 @@ def _figure(value: str | float | None) -> str:
 
 
 def findings_text(found: Sequence[Finding], severity: Severity, word: str) -> str:
-    """The first line says it all: monitoring systems show no other. Then the worst first."""
+    """The first line is a summary, since monitoring systems show no other. The worst findings come next."""
     by_rank = sorted(found, key=lambda each: -each.severity.rank)
     counts = Counter(each.severity for each in by_rank)
     shown = ", ".join(f"{count} {each}{'s' * (count > 1 and each != 'ok')}" for each, count in counts.items())
@@ -120,12 +125,12 @@ def _colored(text: str, severity: Severity) -> str:
 
 
 def _styled(text: str, **style: Any) -> str:
-    """Where it is printed to no terminal, `typer.echo` takes the codes out again."""
+    """`typer.echo` removes the codes again if the output is not a terminal."""
     return text if os.environ.get("NO_COLOR") else typer.style(text, **style)
 
 
 def state_words(task: Task, now: datetime) -> str:
-    """Of a failed task, whether it gave up."""
+    """The state, and whether a failed task gave up or will be retried."""
     if is_failed(task):
         return "failed (gave up)"
     if is_retrying(task):
@@ -147,11 +152,6 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0):.1f}s"
 
 
-def printable(text: str) -> str:
-    """Stored text may hold terminal control codes: they are shown, not obeyed."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def as_json(value: Any) -> str:
     return to_json(value, bytes_mode="hex").decode()
 
@@ -168,7 +168,7 @@ def _print_for_pipe(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> No
 
 
 def _print_for_terminal(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Cells wrap where the terminal is narrow; ids stay whole, so that they can be copied."""
+    """Cells wrap on a narrow terminal. Ids stay whole, so that they can be copied."""
     from rich.console import Console  # noqa: PLC0415 - a pipe needs none of it
     from rich.table import Column, Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

@@ -1,6 +1,6 @@
 """The plugin's former place: `pytest_plugins = ["tasklib.pytest_plugin"]` goes on working.
 
-pytest finds `tasklib_pytest` by itself. There the fixtures are, and to name it here a second time does nothing.
+pytest finds the fixtures in `tasklib_pytest` by itself; naming that module a second time, here, does nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How large a setting may be, as part of its type: `Annotated[int, Range(1, 1000)]`.
+"""The range of a numeric setting, as part of its type: `Annotated[int, Range(1, 1000)]`.
 
-Every number has both ends: one with which nothing runs is refused where it is given, and not found out in production.
+Every setting has both ends, so that a value that cannot work is refused at once, and not noticed in production.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_TEXT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """From `least` to `most`. True and false are no numbers. A value that is no number is not shown in the error: it
+    """From `least` to `most`. True and false are not numbers. The error does not show a value that is not a number: it
     may be a secret in the wrong place.
     """
 
@@ -47,7 +47,7 @@ class Range:
 
 
 def plain(message: str) -> str:
-    """Without pydantic's words before ours."""
+    """The message without the words that pydantic puts before ours."""
     return message.removeprefix("Value error, ")
 
 

@@ -67,6 +67,7 @@ class Task:
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Task:
+        """From the columns of `task_columns`, in tasklib/sql/parts.sql: a test compares their names with the fields."""
         return cls(row[0], row[1], State(row[2]), *row[3:])
 
     def to_dict(self) -> dict[str, Any]:

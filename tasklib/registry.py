@@ -1,4 +1,4 @@
-"""Names to task functions. A stored task is only ever resolved here: no import path is read from a row."""
+"""Maps names to task functions. A stored task finds its function only here: no import path is read from a row."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Registry:
 
     def __init__(self) -> None:
         self._functions: dict[str, TaskFunction[..., Any]] = {}
-        self.revision = 0  # grows with each function
+        self.revision = 0  # grows with each change
 
     def add(self, function: TaskFunction[..., Any]) -> None:
         known = self._functions.get(function.name)
         if known is not None and not _is_redefinition(known, function):
-            raise InvalidTaskDefinition(_twice(known, function))
+            raise InvalidTaskDefinition(_defined_twice(known, function))
         self._functions[function.name] = function
         self.revision += 1
 
@@ -42,16 +42,16 @@ class Registry:
         return name in self._functions
 
     def __iter__(self) -> Iterator[TaskFunction[..., Any]]:
-        return iter(list(self._functions.values()))  # others may register meanwhile
+        return iter(list(self._functions.values()))  # another thread may register one meanwhile
 
     def clear(self) -> None:
-        """Forget all: for tests that define task functions of their own."""
+        """Forget all functions, for tests that define their own."""
         self._functions.clear()
         self.revision += 1
 
 
 def discover(modules: Iterable[str]) -> None:
-    """Import the modules that define an application's tasks; the current directory counts, as for `python -m`."""
+    """Import the modules that define an application's tasks; also from the current directory, as `python -m` does."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     for module in modules:
@@ -59,11 +59,11 @@ def discover(modules: Iterable[str]) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):
-                raise  # something that the module imports is missing, not the module
+                raise  # the module exists; something that it imports does not
             raise TaskNotRegistered(f"module {module!r} cannot be found from {Path.cwd()}") from None
 
 
-def _twice(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> str:
+def _defined_twice(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> str:
     modules = {known.function.__module__, new.function.__module__}
     if "__main__" in modules and _file(known) == _file(new) != "":
         [imported] = modules - {"__main__"} or {"__main__"}
@@ -88,12 +88,15 @@ def _place(task: TaskFunction[..., Any]) -> str:
 
 
 def _is_redefinition(known: TaskFunction[..., Any], new: TaskFunction[..., Any]) -> bool:
-    """The same function of the same module, which replaces the earlier one: the module was loaded again, or the code
-    comes from the same line or from another file, as an edited cell of a notebook does. Twice in one file is a mistake.
+    """Whether the new function may replace the known one. Both have the same name and module, and the module was loaded
+    again, or the code is from the same line or from another file, as that of an edited notebook cell. Two definitions
+    in one file are a mistake.
     """
     if _place(known) != _place(new):
         return False
-    old, changed = (inspect.unwrap(task.function) for task in (known, new))  # a decorator is many functions' code
+    old, changed = (
+        inspect.unwrap(task.function) for task in (known, new)
+    )  # a decorator's wrapper has the same code for all functions
     old_code, new_code = getattr(old, "__code__", None), getattr(changed, "__code__", None)
     if old_code is None or new_code is None:
         return False
@@ -104,5 +107,5 @@ def _is_redefinition(known: TaskFunction[..., Any], new: TaskFunction[..., Any])
 
 
 default_registry = Registry()
-# What it holds must not outlive pydantic's own types: under Python's debug allocator that crashed the exit.
+# Schemas must not outlive pydantic's own types: with Python's debug allocator the process crashed at its exit.
 atexit.register(default_registry.clear)

@@ -1,11 +1,11 @@
-"""A task's result: from what a function says it returns to JSON text and back.
+"""A task's result: from a function's return type to JSON text and back.
 
 The invariant: what `encode` accepts comes back equal from `validate_json`, also after a stay in a jsonb column. A type
 whose values cannot come back is refused when the function is registered. A single value that would not come back (NUL
 in a string, an instance of a subclass) is refused by `encode`: the worker then stores what it can, with a note, and
-whoever asks for the result gets an error instead of a changed value.
+`result()` raises instead of returning a changed value.
 
-`Any`, and a function that does not say what it returns, promise nothing: the result is the JSON value.
+There is no such promise for `Any`, and for a function without a return annotation: the result is the JSON value.
 
 The types are those of arguments. There are differences, since a result is written and read by this library alone: a
 model's fields are stored by name where its aliases for reading and writing differ, and bytes are always base64.
@@ -51,7 +51,7 @@ _CONFIG = {
     "hide_input_in_errors": True,
 }
 _UNTYPED = (inspect.Signature.empty, Any, object, None, type(None), NoReturn, Never)
-_BY_VALUE = frozenset({int, str, bool})  # as JSON, a value of just this type is what anybody would write for it
+_BY_VALUE = frozenset({int, str, bool})  # values of exactly these types are written to JSON as they are
 
 
 class ResultSchema:
@@ -69,16 +69,18 @@ class ResultSchema:
         self.plain_type = annotation if annotation in _BY_VALUE else None
 
     def encode(self, value: object) -> bytes:
-        """The object that is stored. `InvalidResult` says why there is none from which this value could be read."""
+        """The object that is stored. Raises `InvalidResult` if the value could not be read back from it."""
         try:
             accepted: dict[str, object] = self.validator.validate_python({"value": value})
         except ValidationError as error:
-            raise InvalidResult(f"what it returned does not fit the type that it declares: {_reasons(error)}") from None
+            raise InvalidResult(f"the returned value does not fit the declared type: {_reasons(error)}") from None
         written = self.serializer.to_json(accepted, by_alias=True, warnings=False, round_trip=self._is_exact)
         data = stable_numbers(written)
         check_limits(self._task_name, data, MAX_RESULT_BYTES)
         if self._is_checked and not self._comes_back(accepted["value"], data):
-            raise InvalidResult("what it returned does not come back the same from JSON as the type that it declares")
+            raise InvalidResult(
+                "the returned value does not come back from JSON as the declared type with the same value"
+            )
         return data
 
     def validate_json(self, data: bytes) -> Any:
@@ -93,7 +95,7 @@ class ResultSchema:
 
 
 def result_schema(function: Callable[..., object], task_name: str) -> ResultSchema | None:
-    """None where the function does not say what it returns, or says it in words that mean nothing when it runs."""
+    """None if the function has no return annotation, or one that says nothing about the value, such as Any."""
     annotation = _annotation(function, task_name)
     return None if any(annotation is each for each in _UNTYPED) else ResultSchema(annotation, task_name)
 
@@ -144,7 +146,7 @@ _FIELDS = frozenset({"model-field", "dataclass-field", "typed-dict-field"})
 
 
 def _children(node: Node) -> Iterator[Node]:
-    """The schemas inside of one, as far as they take part in reading JSON."""
+    """The schemas inside a schema that take part in reading JSON."""
     if node["type"] == "json-or-python":
         yield node["json_schema"]
     elif node["type"] == "lax-or-strict":
@@ -174,7 +176,7 @@ def _nodes(node: Node) -> Iterator[Node]:
 
 
 def _differs_when_read(node: Node) -> bool:
-    """Written by its aliases and with its computed fields, it could not be read: neither is then stored."""
+    """If it were written with its aliases and computed fields, it could not be read again: so neither is stored."""
     if node["type"] in _FIELDS:
         return bool(node.get("validation_alias") != node.get("serialization_alias"))
     is_closed = (
@@ -185,7 +187,7 @@ def _differs_when_read(node: Node) -> bool:
 
 
 def _for_storage(value: Any, *, is_exact: bool) -> Any:
-    """The schema with our way to write bytes, NaN and times also in models, which do not ask who contains them."""
+    """The schema with our way to write bytes, NaN and times, also inside models, which have settings of their own."""
     if isinstance(value, list | tuple):
         return type(value)(_for_storage(each, is_exact=is_exact) for each in value)
     if not isinstance(value, dict):
@@ -208,7 +210,7 @@ def _is_node(value: Node) -> bool:
 
 
 def _compiled(schema: Node) -> tuple[SchemaValidator, SchemaSerializer]:
-    """Not from what pydantic has compiled for a model before, which has the model's own aliases and settings."""
+    """Without the validators that pydantic has compiled for models before: those have the models' own settings."""
     validator, serializer = cast("Any", SchemaValidator), cast("Any", SchemaSerializer)
     try:
         return validator(schema, _CONFIG, _use_prebuilt=False), serializer(schema, _CONFIG, _use_prebuilt=False)
@@ -226,8 +228,8 @@ _NO_JSON = {
 
 
 def _flaws(node: Node) -> Iterator[str]:
-    """Why values of the type, or some of them, do not come back. Where the user has a serializer of their own, nobody
-    knows before there is a value.
+    """Why some or all values of the type do not come back. For a type with the user's own serializer, only a value can
+    show it.
     """
     writer = node.get("serialization", {}).get("function")
     if _hides(writer):
@@ -269,8 +271,8 @@ def _mix_ups(union: Node) -> Iterator[str]:
 
 
 def _is_taken_for(one: Node, other: Node) -> bool:
-    """An object of the first kind has all the fields, and no other ones, that the second kind asks for. Not where a
-    field tells them apart by its type.
+    """An object of the first kind has only fields of the second kind, and all that the second requires. False if the
+    type of a field tells them apart.
     """
     mine, theirs = _fields_of(one), _fields_of(other)
     if mine is None or theirs is None or not mine.keys() <= theirs.keys():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tasklib.errors import InvalidOptions
+from tasklib.number import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +29,11 @@ class Exponential:
     base_seconds: float = 5.0
     multiplier: float = 2.0
     cap_seconds: float = MAX_DELAY_SECONDS
-    jitter: float = 0.0  # a share of the delay, added or taken away by chance
+    jitter: float = 0.0  # the share of the delay that chance adds or takes away, at most
 
     def __post_init__(self) -> None:
         _check(self, "base_seconds", "cap_seconds")
-        _check_jitter(self.jitter)
-        multiplier: object = self.multiplier
-        is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
-        if not is_number or not 1 <= self.multiplier <= MAX_MULTIPLIER:
+        if not is_number(self.multiplier, 1, MAX_MULTIPLIER):
             raise InvalidOptions(f"multiplier must be a number from 1 to {MAX_MULTIPLIER:g}, got {self.multiplier!r}")
 
     def __call__(self, retry: int) -> float:
@@ -57,7 +55,6 @@ class Linear:
 
     def __post_init__(self) -> None:
         _check(self, "step_seconds", "cap_seconds")
-        _check_jitter(self.jitter)
 
     def __call__(self, retry: int) -> float:
         return self.step_seconds * retry
@@ -73,15 +70,14 @@ class Fixed:
 
     def __post_init__(self) -> None:
         _check(self, "seconds", "cap_seconds")
-        _check_jitter(self.jitter)
 
     def __call__(self, _retry: int) -> float:
         return self.seconds
 
 
 def delay_seconds(backoff: Backoff, retry: int, chance: float = 0.5) -> float:
-    """`chance` is a number from 0 to 1; one half leaves the delay as it is. A callable of the user's that returns
-    nonsense must not cost the task: then there is no delay.
+    """`chance` is a number from 0 to 1; one half leaves the delay as it is. If the user's own function returns NaN or a
+    negative number, the task must not be lost: there is no delay then.
     """
     wanted = float(backoff(retry))
     if math.isnan(wanted) or wanted < 0:
@@ -91,13 +87,10 @@ def delay_seconds(backoff: Backoff, retry: int, chance: float = 0.5) -> float:
     return min(min(wanted, cap) * (1 + jitter * (2 * chance - 1)), cap)
 
 
-def _check(policy: object, *names: str) -> None:
+def _check(policy: Exponential | Linear | Fixed, *names: str) -> None:
     for name in names:
         value = getattr(policy, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_DELAY_SECONDS:
+        if not is_number(value, 0, MAX_DELAY_SECONDS):
             raise InvalidOptions(f"{name} must be a number of seconds from 0 to a year, got {value!r}")
-
-
-def _check_jitter(jitter: object) -> None:
-    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-        raise InvalidOptions(f"jitter must be a share from 0 to 1, got {jitter!r}")
+    if not is_number(policy.jitter, 0, 1):
+        raise InvalidOptions(f"jitter must be a share from 0 to 1, got {policy.jitter!r}")

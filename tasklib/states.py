@@ -1,6 +1,6 @@
-"""The states of a task and the changes allowed between them. Nothing else lists them.
+"""The states of a task, and the changes that are allowed between them. This is the only list of them.
 
-The table's CHECK is compared with this module by a test.
+A test compares it with the CHECK of the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the queues are, and what became of tasks over a window: the figures, and the statements that ask for them.
+"""Statistics of queues, and of finished attempts over a window: the values, and the statements that read them.
 
-None of them reads the tasks that have ended, however many there are.
+None of these statements reads tasks that have ended, however many there are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatistics:
-    """What became of the attempts of one task function. `retried` are some of the failed and the timed out ones."""
+    """The attempts of one task function, by outcome. `retried` counts some of the failed and the timed out ones
+    again.
+    """
 
     name: str
     attempts: int
@@ -68,7 +70,7 @@ class TaskStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What there is once for all daemons."""
+    """Figures of the whole cluster."""
 
     submitted: int | None
     due_lag_seconds: float | None

@@ -1,7 +1,7 @@
 """JSON that PostgreSQL can store and give back unchanged: its limits, and how text from outside is read.
 
-jsonb refuses NUL, half surrogates, NaN and infinities inside the user's transaction, keeps the last of two equal keys
-in silence, and prints 1e131071 as 131 kB. Here all of that is refused beforehand, with the place where it stands.
+jsonb refuses NUL, half surrogates, NaN and infinities inside the user's transaction, silently keeps the last of two
+equal keys, and prints 1e131071 as 131 kB. This module refuses all of that beforehand, and names the place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_NESTING))
 
 
 def parse_json(text: str | bytes, what: str) -> object:
-    """JSON from outside, read more strictly than Python does: nothing in it is dropped, rounded to infinity or left
-    for PostgreSQL to refuse.
+    """Read JSON from outside, more strictly than Python does: nothing is dropped, rounded to infinity, or left for
+    PostgreSQL to refuse.
     """
     try:
         value = _read(text if isinstance(text, str) else text.decode())
@@ -65,7 +65,7 @@ def check_limits(task_name: str, data: bytes, max_bytes: int) -> None:
 
 
 def _is_harmless(data: bytes, *, look_closely: bool = False) -> bool:
-    """Nearly all payloads pass on searches for a byte given as an int: 0.03 us in 80 bytes, a word takes 0.27 us."""
+    """Nearly all payloads pass by searches for one byte, given as an int: 0.03 us in 80 bytes. A word takes 0.27 us."""
     return (
         (_BACKSLASH not in data or b"\\u0000" not in data)
         and (_LETTER_N not in data or b"NaN" not in data)
@@ -84,14 +84,14 @@ def _is_shallow(data: bytes, *, look_closely: bool) -> bool:
 
 
 def stable_numbers(data: bytes) -> bytes:
-    """A float that is written with an exponent would come back as an int: those are written out in full."""
+    """Write floats without exponents: one with an exponent would come back as an int."""
     if not _EXPONENT.search(data):
         return data
     return _NUMBER_WITH_EXPONENT.sub(_without_exponent, data)
 
 
 def _without_exponent(token: re.Match[bytes]) -> bytes:
-    """For jsonb prints 1e22 as 10000000000000000000000, an int to Python; with a fraction it stays a float."""
+    """Because jsonb prints 1e22 as 10000000000000000000000, an int to Python; with a fraction it stays a float."""
     if token[0].startswith(b'"'):
         return token[0]
     digits = format(Decimal(token[0].decode()), "f").encode()
@@ -100,7 +100,7 @@ def _without_exponent(token: re.Match[bytes]) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Flaw:
-    """Takes the place of a value that must not be stored, until it is known where in the whole it stands."""
+    """Stands for a value that must not be stored, until its path is known."""
 
     reason: str
     path: JsonPath = ()
@@ -167,7 +167,7 @@ def _text_flaw(text: str) -> str | None:
 
 
 def storable(text: str, limit: int | None = None) -> str:
-    """The text without what PostgreSQL cannot store; if it is longer than the limit, its beginning and its end."""
+    """The text, with replacements for what PostgreSQL cannot store; above the limit, only its beginning and its end."""
     if limit is not None and len(text) > limit:
         text = f"{text[: limit // 2]}\n... {len(text) - limit} characters left out ...\n{text[-limit // 2 :]}"
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
@@ -178,6 +178,6 @@ def refusal(task_name: str, path: JsonPath, reason: str) -> InvalidArguments:
 
 
 def _name(path: JsonPath) -> str:
-    """A path such as "items[3].price", quoted so that a key from outside cannot break the line, and bounded."""
+    """A path such as "items[3].price", bounded, and quoted so that a key from outside cannot break the line."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     return json.dumps(text if len(text) <= MAX_NAME_SHOWN else text[:MAX_NAME_SHOWN] + "...")

@@ -1,17 +1,19 @@
-"""A task on its way in: validated and encoded, before any database is asked."""
+"""Makes a task that can be submitted: validates it and encodes its arguments, without the database."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pydantic_core import to_json
 
 from tasklib.arguments import encode_untyped
 from tasklib.current import current_task_id
+from tasklib.errors import InvalidOptions, TaskNotRegistered
 from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
-from tasklib.options import DEFAULT_QUEUE, OnCrash, SubmitOptions, checked_options
+from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, checked_options
+from tasklib.registry import default_registry
 from tasklib.strict_json import LARGEST_ARGUMENT_BYTES
 
 if TYPE_CHECKING:
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a submit says besides the arguments, with the task function's defaults filled in.
+class ResolvedOptions:
+    """The options of a submit, with the task function's defaults filled in.
 
-    Many tasks share one: it is checked once, and written as JSON once a batch. None means: as the Config says; of
-    `on_crash`, as the function says that runs it. If the function is not known here, None of any option means: as the
-    workers that have the function say.
+    Many tasks share one object: it is checked once, and written as JSON once a batch. None means the Config's value;
+    for `on_crash`, that of the function in the worker. If the function is not known here, None of any option means the
+    value that the workers with that function use.
     """
 
     knows_function: bool
@@ -45,11 +47,11 @@ class Terms:
     on_crash: OnCrash | None
 
     def value(self, option: str, defaults: Mapping[str, Any]) -> Any:
-        said = getattr(self, option)
-        return defaults.get(option) if said is None else said
+        given = getattr(self, option)
+        return defaults.get(option) if given is None else given
 
     def is_plain(self, defaults: Mapping[str, Any]) -> bool:
-        """It says nothing but its queue."""
+        """All options but the queue have the defaults of the database."""
         return (
             self.knows_function
             and self.tags == "{}"
@@ -61,15 +63,17 @@ class Terms:
         )
 
     def to_json(self, defaults: Mapping[str, Any]) -> str:
-        """As members of one element of what tasklib.submit_many takes; what equals its own default is left out."""
+        """The options as members of one element of the argument of the SQL function `submit_many`. Defaults of the
+        database are left out.
+        """
         tags = "" if self.tags == "{}" else f',"tags":{self.tags}'
         if not self.knows_function:
-            return tags + _members(self.given()) + _otherwise(defaults)
+            return tags + _members(self.given()) + _fallbacks(defaults)
         values = {option: self.value(option, defaults) for option in _SQL_DEFAULTS}
-        return tags + ',"resolved":true' + _members(_beside(values))
+        return tags + ',"resolved":true' + _members(_not_default(values))
 
     def given(self) -> dict[str, Any]:
-        """For a function that is not known here: what was said, and nothing else."""
+        """For a function that is not known here: only the options that the submit gives."""
         options = {option: getattr(self, option) for option in _SQL_DEFAULTS}
         return {
             option: value for option, value in options.items() if value is not None and (option, value) != _NO_DELAY
@@ -77,13 +81,13 @@ class Terms:
 
 
 class NewTask(NamedTuple):
-    """A validated task that is not submitted yet. It has its id: to submit it twice is to submit it once."""
+    """A validated task that is not submitted yet. It has an id already, so submitting it twice makes one task."""
 
     id: TaskId
     name: str
     args: str  # JSON text
     kwargs: str
-    terms: Terms
+    terms: ResolvedOptions
     parent_id: UUID | None = None
 
     def __repr__(self) -> str:
@@ -110,8 +114,8 @@ _SQL_DEFAULTS = {
 _NO_DELAY = ("delay_seconds", 0.0)
 
 
-def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that differ from the defaults of the database."""
+def _not_default(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the defaults of the database."""
     return {option: value for option, value in values.items() if value != _SQL_DEFAULTS[option]}
 
 
@@ -119,19 +123,19 @@ def _members(values: Mapping[str, Any]) -> str:
     return "".join(f',"{option}":{to_json(value).decode()}' for option, value in values.items())
 
 
-def _otherwise(defaults: Mapping[str, Any]) -> str:
-    """What the Config says, for a name that no worker has served yet."""
-    differing = _beside(defaults)
+def _fallbacks(defaults: Mapping[str, Any]) -> str:
+    """The Config's values, for a name that no worker has served yet."""
+    differing = _not_default(defaults)
     return f',"otherwise":{to_json(differing).decode()}' if differing else ""
 
 
 def new_task(
-    task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms
+    task: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: ResolvedOptions
 ) -> NewTask:
-    """A task that is given by its name alone takes JSON values only: its signature is not at hand. Made inside another
-    task, it carries that as its parent.
+    """A task that is given by its name alone takes JSON values only, since its signature is not known. A task that is
+    made inside another one has that as its parent.
 
-    Encoding allows what any Config may allow; the statement knows which Config it is for.
+    The size limit here is the largest that a Config may set. The statement checks the limit of its own Config.
     """
     if isinstance(task, str):
         name = check_task_name(task)
@@ -142,9 +146,40 @@ def new_task(
     return NewTask(new_id(), name, encoded.args, encoded.kwargs, terms, current_task_id())
 
 
-def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Terms:
+def task_from_call(
+    func: TaskFunction[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[NewTask, Any]:
+    """For `submit_task`: the task, and the connection to submit it on. A keyword with the name of an option is an
+    option, since no parameter of a task may have such a name. All others are the task's own arguments.
+    """
+    func = _function_of(func)
+    if not isinstance(func, str) and RESERVED_PARAMETERS.isdisjoint(kwargs):
+        return func.new(*args, **kwargs), None  # its options are resolved already
+    options = {name: value for name, value in kwargs.items() if name in RESERVED_PARAMETERS}
+    arguments = {name: value for name, value in kwargs.items() if name not in RESERVED_PARAMETERS}
+    terms = terms_of(func, cast("SubmitOptions", options))
+    return new_task(func, args, arguments, terms), options.get("connection")
+
+
+def _function_of(func: Any) -> TaskFunction[..., Any] | str:
+    """A name that is registered here stands for its function, with its checks and defaults."""
+    from tasklib.task import Submitter, TaskFunction  # noqa: PLC0415 - task functions submit through this module
+
+    if isinstance(func, str):
+        return default_registry.get(func) if func in default_registry else func
+    if isinstance(func, TaskFunction):
+        return func
+    if isinstance(func, Submitter):
+        raise InvalidOptions("call .submit(...) on what options(...) returns, or give the options to submit_task")
+    raise TaskNotRegistered(
+        f"{getattr(func, '__name__', func)!r} is not a task function: decorate it with @tasklib.task, or use what "
+        f"tasklib.task(...) returned"
+    )
+
+
+def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> ResolvedOptions:
     given = {**_options_of(task), **checked_options(options)}
-    return Terms(
+    return ResolvedOptions(
         knows_function=not isinstance(task, str),
         queue=given.get("queue"),
         priority=given.get("priority"),
@@ -161,7 +196,7 @@ def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Term
 
 
 def _options_of(task: TaskFunction[..., Any] | str) -> dict[str, Any]:
-    """`on_crash="retry"` is left to the worker: should its version of the function say "fail", that holds."""
+    """`on_crash="retry"` is not stored: if the worker's version of the function says "fail", that holds."""
     if isinstance(task, str):
         return {}
     own = task.task_options

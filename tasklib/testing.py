@@ -1,7 +1,7 @@
-"""For the tests of applications: the queue of a test database, that a test runs, looks at and moves in time.
+"""For the tests of applications: a test runs the queue of a test database, looks at it, and moves it in time.
 
-Nothing is faked: arguments go through the real encoding, tasks through PostgreSQL and a real worker. The pytest
-fixtures are in `tasklib_pytest`, which pytest finds by itself; what is here works with any test framework.
+Nothing is faked: arguments go through the real encoding, tasks through PostgreSQL and a real worker. This module works
+with any test framework; pytest finds the fixtures in `tasklib_pytest` by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tasklib import application, migrate
 from tasklib.arguments import EncodedArguments, encode_untyped
 from tasklib.client import Client
 from tasklib.config import Config
-from tasklib.connection import BoundedConnection, WatchedConnection, connection_string, prepare_connection
-from tasklib.current import CurrentTask, enter_task
+from tasklib.connection import BoundedAsyncConnection, BoundedConnection, prepare_connection
+from tasklib.connection_string import connection_string
+from tasklib.current import USE_ASYNC_CONNECTION, USE_CONNECTION, CurrentTask, enter_task
 from tasklib.database import Database
 from tasklib.errors import InvalidArguments, InvalidOptions, TaskNotRegistered
 from tasklib.handles import result_of
@@ -38,9 +39,9 @@ from tasklib.statements import MAX_LIST_LIMIT, Statement, Statements
 from tasklib.states import State
 from tasklib.task import TaskFunction
 from tasklib.worker import TaskWorker
-from tasklib.worker.claimer import is_async
-from tasklib.worker.results import encode_result
-from tasklib.worker.runners import refuse_unfinished
+from tasklib.worker.result_encoding import encode_result
+from tasklib.worker.served import is_async
+from tasklib.worker.task_call import refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +87,8 @@ def new_database(server: EmbeddedPostgres | ExternalPostgres) -> Iterator[Config
 
 
 class Queue:
-    """The queue of a test database. A `with` block is one test: the queue is emptied, `tasklib.init` is called; after
-    it, what was initialised before is again, and task functions that were defined inside a function are forgotten.
+    """The queue of a test database. A `with` block is one test: it begins with an empty queue and calls `tasklib.init`.
+    Its end restores what was initialised before, and forgets task functions that were defined inside a function.
 
     Connections are kept from one block to the next, until `close`.
     """
@@ -133,11 +134,11 @@ class Queue:
         concurrency: int = 1,
         raise_errors: bool = True,
     ) -> list[Task]:
-        """Run what is due, and what that submits, with a real worker; of these queues and tasks, if given. Returns the
-        tasks that ran, in the order in which they began, as they are now.
+        """Run all due tasks, and those that they submit, with a real worker; only of these queues and tasks, if given.
+        Returns the tasks that ran, in the order in which they began, as they are now.
 
-        Raises `TasksFailed` if one of them failed, also if it would be tried again; `TaskNotRegistered` if one waits
-        whose function is not known here.
+        Raises `TasksFailed` if one of them failed, even if it would be tried again, and `TaskNotRegistered` if a task
+        waits whose function is not known here.
         """
         __tracebackhide__ = True
         worker = self._worker(queues, tasks, concurrency)
@@ -152,18 +153,18 @@ class Queue:
         concurrency: int = 1,
         raise_errors: bool = True,
     ) -> list[Task]:
-        """`run_until_empty` that leaves the test's event loop free meanwhile."""
+        """`run_until_empty`, without blocking the test's event loop."""
         __tracebackhide__ = True
         worker = self._worker(queues, tasks, concurrency)
         await worker.run_until_empty()
         return self._checked(worker, raise_errors=raise_errors, runs_all=queues is None and tasks is None)
 
     def travel(self, seconds: float | timedelta) -> None:
-        """Let time pass for what waits, without waiting: delayed tasks, retries and expiries come nearer by so much.
+        """Let time pass for tasks that wait: delays, retries and expiries come nearer by so much.
 
         No clock is changed. The times of all waiting tasks are moved back instead, as if they had been submitted that
-        much earlier; your own code, and tasks that are submitted after this, see the real time. Nothing runs by itself:
-        `run_until_empty` comes after it, and finds expired what expired on the way.
+        much earlier; your own code, and tasks that are submitted later, see the real time. Nothing runs by itself: call
+        `run_until_empty` next. It runs what is due by then, and expires what has passed its time.
         """
         length = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
         if not 0 <= length <= CENTURY_SECONDS:
@@ -171,30 +172,31 @@ class Queue:
         self._run(Statement(self._sql["travel"], (float(length),), lambda _: None))
 
     def freeze(self) -> None:
-        """Time stands still for what waits, to the end of the test: however long that takes, no delay, retry or expiry
-        comes nearer, but by `travel`, and by the time that tasks take to run. The times of waiting tasks are moved to
-        where they would be, each time before tasks are run.
+        """Stop the time for tasks that wait, until the end of the test. Delays, retries and expiries come nearer only
+        by `travel`, and by the time that tasks take to run. Before tasks are run, the times of the waiting tasks are
+        moved accordingly.
         """
         self._frozen_at = self._now()
 
     # --- look ---
 
     def submitted(self, task: TaskFunction[..., Any] | str | None = None, /, *args: Any, **kwargs: Any) -> list[Task]:
-        """The tasks that were submitted and committed, in that order, in whatever state they are by now.
+        """The tasks that were submitted and committed, in that order, whatever their state is now.
 
-        Takes what `submit_task` takes, and returns those that fit: of that function; with those arguments, if any are
-        given, compared as they are stored, with the function's defaults filled in; with those options. Times fit that
-        are less than a second apart; `delay_seconds` is from the submit on; `tags` are some of the task's.
+        Takes the arguments of `submit_task`, and returns the tasks that fit: the same function, the same arguments (if
+        any are given; compared as they are stored, with the function's defaults filled in), and the same options. Times
+        fit if they are less than a second apart, `delay_seconds` counts from the submit, and `tags` have to be among
+        the task's.
 
-        With `connection`, it looks through that connection: also at what its transaction has not committed.
+        With `connection`, it also sees what the transaction of that connection has not committed yet.
         """
         return self._matching(_Wanted.of(task, args, kwargs))
 
     def assert_submitted(
         self, task: TaskFunction[..., Any] | str, /, *args: Any, count: int | None = None, **kwargs: Any
     ) -> list[Task]:
-        """Fails unless such a task was submitted, exactly `count` times if that is given; returns those that were.
-        (`count` is an argument of the task, if its function has one of that name.)
+        """Fails unless such a task was submitted; with `count`, exactly so many times. Returns those tasks.
+        (If the function has a parameter `count`, it is that argument instead.)
         """
         __tracebackhide__ = True
         if count is not None and _takes(task, "count"):
@@ -212,7 +214,7 @@ class Queue:
     def assert_not_submitted(
         self, task: TaskFunction[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
     ) -> None:
-        """Fails if such a task was submitted; without arguments, if anything was."""
+        """Fails if such a task was submitted; without arguments, if any task was."""
         __tracebackhide__ = True
         wanted = _Wanted.of(task, args, kwargs)
         if self._matching(wanted):
@@ -229,7 +231,7 @@ class Queue:
         return self._run(clock)
 
     def _worker(self, queues: Any, tasks: Any, concurrency: int) -> TaskWorker:
-        """Its own expirer comes round once a second, and it may be gone by then."""
+        """The worker's own expirer runs once a second, and the worker may have stopped by then."""
         if self._frozen_at is not None:
             self._run(Statement(self._sql["hold"], (self._frozen_at,), lambda _: None))
         self._client.expire_tasks()
@@ -268,14 +270,14 @@ class Queue:
     def _all_described(self, wanted: _Wanted) -> str:
         tasks = self._all(wanted.connection)
         if not tasks:
-            return "Nothing was, or it is not committed."
+            return "Nothing was submitted, or it is not committed."
         lines = [wanted.described(task) for task in tasks[:MAX_SHOWN]]
         more = [f"and {len(tasks) - MAX_SHOWN} more"] if len(tasks) > MAX_SHOWN else []
         return "\n  ".join(["These were:", *lines, *more])
 
 
 class _KeptDatabase(Database):
-    """`tasklib.close` ends a test, not the connections: to make new ones would take longer than most tests."""
+    """`tasklib.close` ends a test, but keeps the connections: new ones would take longer than most tests."""
 
     def close(self) -> None: ...
 
@@ -284,7 +286,7 @@ class _KeptDatabase(Database):
 
 
 def _forget_local_functions(known: set[str]) -> None:
-    """Two tests may define functions of the same name. Those of modules stay: no import will bring them back."""
+    """Two tests may define functions of the same name. Functions of modules stay: no import would bring them back."""
     kept = [each for each in default_registry if each.name in known or "<locals>" not in each.__qualname__]
     default_registry.clear()
     for each in kept:
@@ -311,7 +313,7 @@ class _Wanted:
         given = {key: value for key, value in kwargs.items() if key in RESERVED_PARAMETERS}
         named = {key: value for key, value in kwargs.items() if key not in RESERVED_PARAMETERS}
         if name is None and (args or named):
-            raise InvalidOptions("to compare arguments, say of which task")
+            raise InvalidOptions("to compare arguments, name the task")
         encode = functools.partial(encode_untyped, str(name)) if function is None else function.arguments.encode
         arguments = encode(args, named) if args or named else None
         return cls(name, function, arguments, checked_options(given), given.get("connection"))
@@ -329,11 +331,11 @@ class _Wanted:
         stored = EncodedArguments(to_json(task.args).decode(), to_json(task.kwargs).decode())
         try:
             return self.function is not None and _filled(self.function, stored) == _filled(self.function, wanted)
-        except InvalidArguments:  # the row was written by somebody else
+        except InvalidArguments:  # another program wrote the row
             return False
 
     def described(self, task: Task) -> str:
-        """With what was asked for besides the arguments."""
+        """With the options that were asked for."""
         asked = {"queue": task.queue} | {key: _SHOWN.get(key, getattr)(task, key) for key in self.options}
         return f"{_call(task.name, task.args, task.kwargs)} {_listed(asked)} ({task.state})"
 
@@ -349,7 +351,7 @@ def _function_of(task: Any) -> TaskFunction[..., Any] | None:
         return task
     if isinstance(task, str):
         return default_registry.get(task) if task in default_registry else None
-    raise TaskNotRegistered(f"{task!r} is no task function: give what @tasklib.task made, or a task's name")
+    raise TaskNotRegistered(f"{task!r} is no task function: pass a function with @tasklib.task, or a task's name")
 
 
 def _takes(task: TaskFunction[..., Any] | str, parameter: str) -> bool:
@@ -382,16 +384,11 @@ def _delay_seconds(task: Task, _: str = "") -> float:
     return (task.scheduled_at - task.created_at).total_seconds()
 
 
-def _tags_of(tags: str) -> dict[str, Any]:
-    found: dict[str, Any] = from_json(tags)
-    return found
-
-
 _FITS: Mapping[str, Callable[[Task, str, Any], bool]] = {
     "delay_seconds": lambda task, _, wanted: abs(_delay_seconds(task) - wanted) < TOLERANCE_SECONDS,
     "scheduled_at": _is_near,
     "expires_at": _is_near,
-    "tags": lambda task, _, wanted: task.tags | _tags_of(wanted) == task.tags,
+    "tags": lambda task, _, wanted: bool(task.tags | from_json(wanted) == task.tags),
 }
 _SHOWN: Mapping[str, Callable[[Task, str], Any]] = {"delay_seconds": _delay_seconds}
 
@@ -416,14 +413,14 @@ def run_inline(
 @overload
 def run_inline(task: TaskFunction[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 def run_inline(task: TaskFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Any:
-    """Run a task function here and now, as a worker would: with arguments that went through JSON, `current_task()`, and
-    a result that comes back as `handle.result()` gives it. `await` it if the function is async.
+    """Run a task function here and now, as a worker would: the arguments go through JSON, `current_task()` works, and
+    the result is what `handle.result()` would return. `await` it if the function is async.
 
-    Whatever the function raises comes out, also `Retry`, `Snooze`, `Cancel` and `Fail`. Nothing is submitted, and no
-    timeout runs. `current_task().connection` belongs to the database of `tasklib.init`; it is committed at the end.
+    Whatever the function raises is raised, also `Retry`, `Snooze`, `Cancel` and `Fail`. Nothing is submitted, and there
+    is no timeout. `current_task().connection` belongs to the database of `tasklib.init`, and commits at the end.
     """
     if not isinstance(task, TaskFunction):
-        raise TaskNotRegistered(f"{task!r} is no task function: give run_inline what @tasklib.task made")
+        raise TaskNotRegistered(f"{task!r} is no task function: pass a function with @tasklib.task")
     encoded = task.arguments.encode(args, kwargs)
     received, named = task.arguments.decode(encoded.args, encoded.kwargs)
     function: Callable[..., Any] = task.function
@@ -433,7 +430,7 @@ def run_inline(task: TaskFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs)
 
 
 class _Inline:
-    """What a task function that runs inline finds around it: an attempt that nobody stops."""
+    """The task context of a function that runs inline: nothing stops it."""
 
     cancel_asked = False
     should_stop = False
@@ -443,7 +440,7 @@ class _Inline:
         self._id = new_id()
         self._is_async = is_async(task.function)
         self._conn: BoundedConnection | None = None
-        self._async_conn: WatchedConnection | None = None
+        self._async_conn: BoundedAsyncConnection | None = None
         self._exits = contextlib.ExitStack()
         self._async_exits = contextlib.AsyncExitStack()
 
@@ -461,7 +458,7 @@ class _Inline:
 
     def connection(self) -> BoundedConnection:
         if self._is_async:
-            raise InvalidOptions("in an async function: await current_task().async_connection()")
+            raise InvalidOptions(USE_ASYNC_CONNECTION)
         if self._conn is None:
             conn = BoundedConnection.connect(_default_dsn(), context=psycopg.adapters)
             self._conn = self._exits.enter_context(conn)
@@ -469,19 +466,19 @@ class _Inline:
             self._exits.enter_context(self._conn.transaction())
         return self._conn
 
-    async def async_connection(self) -> WatchedConnection:
+    async def async_connection(self) -> BoundedAsyncConnection:
         if not self._is_async:
-            raise InvalidOptions("in a function that is not async: current_task().connection")
+            raise InvalidOptions(USE_CONNECTION)
         if self._async_conn is None:
             self._async_conn = await self._async_exits.enter_async_context(
-                await WatchedConnection.connect(_default_dsn(), context=psycopg.adapters)
+                await BoundedAsyncConnection.connect(_default_dsn(), context=psycopg.adapters)
             )
             prepare_connection(self._async_conn)
             await self._async_exits.enter_async_context(self._async_conn.transaction())
         return self._async_conn
 
     def _context(self) -> contextvars.Context:
-        """A copy, as in a worker: what the function sets there goes with it."""
+        """A copy, as in a worker: variables that the function sets end with it."""
         options = self._task.task_options
         current = CurrentTask(
             id=self._id,
@@ -493,14 +490,14 @@ class _Inline:
             timeout_seconds=options.timeout_seconds,
             parent_id=None,
             tags_json="{}",
-            surroundings=self,
+            task_context=self,
         )
         context = contextvars.copy_context()
         context.run(enter_task, lambda: current)
         return context
 
     def _as_stored(self, value: object) -> Any:
-        row: Any = SimpleNamespace(id=self._id, name=self._task.name)  # as much of it as these look at
+        row: Any = SimpleNamespace(id=self._id, name=self._task.name)  # the fields that are read here
         returns = self._task.returns
         row.result = from_json(encode_result(row, value, returns)) if self._task.task_options.store_result else None
         return result_of(row, returns)

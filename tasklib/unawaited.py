@@ -1,7 +1,7 @@
-"""A submit that nobody awaits submits nothing. Python only warns of it, and without the task's name; this is an error.
+"""Logs an error for a submit that was not awaited: it submitted nothing. Python's own warning does not name the task.
 
-What is returned stays a real coroutine: `asyncio.run`, task groups and `gather` take it as before. Its frame holds a
-`_Call`, which goes when the coroutine goes, and knows then whether a first line of it was run.
+The call still returns a real coroutine, which `asyncio.run`, task groups and `gather` accept. Its frame refers to a
+`_Call`, which is destroyed with the coroutine, and knows whether the coroutine was ever started.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def told_if_unawaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """For an async function that submits. Its sync twin ends in `_sync`, or is a method of Client."""
+def log_if_unawaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorates an async function that submits. Its sync form ends in `_sync`, or is a method of Client."""
     name, verb = function.__qualname__, function.__name__
-    twin = f"Client.{verb}" if name.startswith("AsyncClient.") else f"{verb}_sync"
-    hint = f"write `await ...{verb}(...)`, or `{twin}(...)` in code that is not async"
+    sync = f"Client.{verb}" if name.startswith("AsyncClient.") else f"{verb}_sync"
+    hint = f"write `await ...{verb}(...)`, or `{sync}(...)` in code that is not async"
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
@@ -43,7 +43,7 @@ def told_if_unawaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable
 
 
 class _Call:
-    """Where it was made, as cheaply as possible: the line is looked up when it is wanted."""
+    """Where the call is in the code. The line is looked up only when it is needed."""
 
     __slots__ = ("args", "code", "coroutine", "hint", "instruction", "is_awaited")
     coroutine: weakref.ref[Any]
@@ -56,7 +56,7 @@ class _Call:
         self.is_awaited = False
 
     def __del__(self) -> None:
-        """If the coroutine is still there, it was closed, or cancelled before its first line: on purpose."""
+        """A coroutine that still exists was closed, or cancelled before it started: on purpose."""
         if not self.is_awaited and self.coroutine() is None and not sys.is_finalizing():
             log.error(
                 "submit.not_awaited", task=_task_name(self.args), file=self.code.co_filename, line=self._line(),
@@ -76,7 +76,7 @@ async def _run(
 
 
 def _task_name(args: Sequence[Any]) -> str | None:
-    """The submitted task is the first argument, or the second, after a client."""
+    """The submitted task is the first argument, or the second after a client."""
     names = (each if isinstance(each, str) else getattr(each, "name", None) for each in args[:2])
     return next((name for name in names if isinstance(name, str)), None)
 

@@ -1,4 +1,6 @@
-"""What `ResultTimeout` says: how the tasks stand that were not final in time, and whether a live worker serves them."""
+"""The message of `ResultTimeout`: the state of each task that was not final in time, and whether a live worker serves
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MOST_NAMED = 3
 
 
 class Unfinished(NamedTuple):
-    """One such task. Columns in the order of the statement `unfinished`."""
+    """A task that is not final. Columns in the order of the statement `unfinished`."""
 
     id: UUID
     name: str
@@ -28,7 +30,7 @@ class Unfinished(NamedTuple):
 
 
 def result_timeout(late: Iterable[UUID], timeout: float | None, standing: Iterable[Unfinished] | None) -> ResultTimeout:
-    """`standing`: what the database says of some of them; None: it could not be asked."""
+    """`standing`: what the database knows of these tasks; None: it could not be asked."""
     late = sorted(late)
     known = None if standing is None else {each.id: each for each in standing}
     named = "; ".join(_sentence(task_id, known) for task_id in late[:MOST_NAMED])
@@ -43,14 +45,14 @@ def _sentence(task_id: UUID, known: Mapping[UUID, Unfinished] | None) -> str:
     task = known.get(task_id)
     if task is None:
         return f"{task_id} is not in the database: was it submitted in a transaction that is not committed, or deleted?"
-    return f"{task.name} ({task_id}) is {task.state}{_when(task)}{_who(task)}"
+    return f"{task.name} ({task_id}) is {task.state}{_when(task)}{_unserved(task)}"
 
 
 def _when(task: Unfinished) -> str:
     return "" if task.due_at is None else f", due at {task.due_at:%Y-%m-%d %H:%M:%S %Z}"
 
 
-def _who(task: Unfinished) -> str:
+def _unserved(task: Unfinished) -> str:
     if task.is_served or task.state not in {State.PENDING, State.FAILED}:
         return ""
     return f", and no live worker serves task {task.name!r} in queue {task.queue!r}: {_remedy(task.name)}"

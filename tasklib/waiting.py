@@ -1,7 +1,8 @@
-"""Waits for tasks to become final: one thread and one connection for all who wait in this process.
+"""Waits for tasks to become final: one thread and one connection for all callers in this process.
 
-It hears `task_done`, which whatever makes a task final sends while somebody waits, and looks by itself now and then: a
-notification is a hint. Behind a pooler in transaction mode nothing can be heard; then it only looks, more often.
+It listens to `task_done`, which is sent for each task that becomes final while a client waits. It also looks by
+itself now and then, because a notification is only a hint. Behind a pooler in transaction mode no notification is
+received, so it looks more often.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import selectors
 import socket
 import threading
 from typing import TYPE_CHECKING, TypeAlias
-from uuid import UUID
 
 import psycopg
 
 from tasklib.clock import time
-from tasklib.connection import BoundedConnection, is_connection_lost, meet, send_alone, translate
+from tasklib.connection import BoundedConnection, meet
+from tasklib.database_errors import is_connection_lost, translate
 from tasklib.errors import DatabaseUnavailable, TaskNotFound
 from tasklib.log import log
+from tasklib.runtime.listening import Notifications, wait_readable
+from tasklib.sending import send_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from uuid import UUID
 
     from tasklib.record import Task
     from tasklib.statements import Statements
@@ -32,22 +35,22 @@ FIRST_LOOK_SECONDS = 0.02
 LOOK_SECONDS = 2.0  # where notifications are heard
 POLL_SECONDS = 0.5  # where they are not
 MISSING_SECONDS = 5.0  # a submit may still be uncommitted; a row may be deleted at any time
-LINGER_SECONDS = 5.0  # the connection is kept for who comes next
+LINGER_SECONDS = 5.0  # how long the connection is kept for the next caller
 LONGEST_PAUSE_SECONDS = 2.0
-LOOK_SHARE = 10  # at most a tenth of the time goes into looking
+LOOK_SHARE = 10  # looking takes at most a tenth of the time
 
 Deliver: TypeAlias = "Callable[[UUID, Task | Exception], None]"
 
 
 class WaitingRoom:
-    """For one configured database: `enter` says what is waited for and who is told. Safe to keep across a fork."""
+    """All waits of one configuration. Safe to keep across a fork."""
 
     def __init__(self, conninfo: str, statements: Statements, timeout_seconds: float) -> None:
         self._make = functools.partial(_Room, conninfo, statements, timeout_seconds)
         self._processes: dict[int, _Room] = {}
 
     def enter(self, task_ids: Iterable[UUID], deliver: Deliver) -> _Ticket:
-        """`deliver` is called once for each id, in another thread, until `leave` of what this returns."""
+        """`deliver` is called once for each id, in another thread, until the ticket's `leave` is called."""
         return self._room().enter(task_ids, deliver)
 
     def close(self) -> None:
@@ -60,7 +63,7 @@ class WaitingRoom:
 
 
 class _Ticket:
-    """One who waits, for some tasks."""
+    """One caller that waits for some tasks."""
 
     __slots__ = ("_room", "deliver", "task_ids")
 
@@ -82,16 +85,14 @@ class _Room:
         self._tickets: dict[UUID, set[_Ticket]] = {}
         self._seen_at: dict[UUID, float] = {}  # in the table; or it was first waited for then
         self._look_at_once: set[UUID] = set()
-        self._said: list[str] = []  # notifications that nobody has looked at yet
         self._thread: threading.Thread | None = None
-        self._bell: socket.socket | None = None  # with the thread they come and go
-        self._rope: socket.socket | None = None
+        self._wake_ends: tuple[socket.socket, socket.socket] | None = None  # wakes the thread, and lives as long as it
         self._look_at = 0.0
         self._pause = FIRST_LOOK_SECONDS
         self._is_heard = False
         self._is_closing = False
 
-    # --- who waits ---
+    # --- the callers' side ---
 
     def enter(self, task_ids: Iterable[UUID], deliver: Deliver) -> _Ticket:
         ticket = _Ticket(self, frozenset(task_ids), deliver)
@@ -104,7 +105,7 @@ class _Room:
             self._look_at_once |= ticket.task_ids
             if self._thread is None and ticket.task_ids:
                 self._start()
-            self._ring()
+            self._wake()
         return ticket
 
     def leave(self, ticket: _Ticket) -> None:
@@ -113,12 +114,12 @@ class _Room:
                 self._remove(task_id, {ticket})
 
     def close(self) -> None:
-        """Who still waits is told."""
+        """Callers that still wait get an error."""
         self._deliver_to_all(DatabaseUnavailable("the client was closed while the task was waited for"))
         with self._lock:
             thread = self._thread
             self._is_closing = True
-            self._ring()
+            self._wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._timeout_seconds)
 
@@ -145,29 +146,29 @@ class _Room:
             self._deliver(task_id, error)
 
     def _start(self) -> None:
-        self._bell, self._rope = socket.socketpair()
-        for end in (self._bell, self._rope):
+        self._wake_ends = woken, _ = socket.socketpair()
+        for end in self._wake_ends:
             end.settimeout(0)
-        self._thread = threading.Thread(target=self._serve, args=[self._bell], name="tasklib-waiting", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=[woken], name="tasklib-waiting", daemon=True)
         self._thread.start()
 
-    def _ring(self) -> None:
-        if self._rope is not None:
-            with contextlib.suppress(BlockingIOError):  # enough rings are under way
-                self._rope.send(b"\0")
+    def _wake(self) -> None:
+        if self._wake_ends is not None:
+            with contextlib.suppress(BlockingIOError):  # enough wake-ups are under way
+                self._wake_ends[1].send(b"\0")
 
     # --- the thread ---
 
-    def _serve(self, bell: socket.socket) -> None:
+    def _serve(self, woken: socket.socket) -> None:
         failures = 0
         while True:
             try:
-                self._serve_until_nobody_waits(bell)
+                self._serve_until_idle(woken)
             except psycopg.Error as error:
                 if not is_connection_lost(error):
                     self._deliver_to_all(translate(error))
                 log.warning("waiting.interrupted", error=str(error).partition("\n")[0])
-            except Exception as error:  # noqa: BLE001 - who waits must not wait for ever
+            except Exception as error:  # noqa: BLE001 - callers must not wait for ever
                 log.exception("waiting.failed")
                 self._deliver_to_all(error)
             if self._may_end():
@@ -175,19 +176,15 @@ class _Room:
             time.sleep(min(0.05 * 2.0 ** min(failures, 10), LONGEST_PAUSE_SECONDS))
             failures += 1
 
-    def _serve_until_nobody_waits(self, bell: socket.socket) -> None:
+    def _serve_until_idle(self, woken: socket.socket) -> None:
         with contextlib.closing(self._connect()) as conn:
-            self._listen(conn)
-            while self._tickets or self._lingers(bell):
-                self._serve_once(conn, bell)
+            notifications = self._listen(conn)
+            while self._tickets or self._lingers(woken):
+                self._serve_once(conn, notifications, woken)
 
-    def _lingers(self, bell: socket.socket) -> bool:
-        """Somebody may come soon, and finds a connection then."""
-        if self._is_closing:
-            return False
-        with selectors.DefaultSelector() as selector:
-            selector.register(bell, selectors.EVENT_READ)
-            return bool(selector.select(LINGER_SECONDS)) and bool(self._tickets)
+    def _lingers(self, woken: socket.socket) -> bool:
+        """The connection is kept for a while, for the next caller."""
+        return not self._is_closing and bool(wait_readable(LINGER_SECONDS, woken.fileno())) and bool(self._tickets)
 
     def _connect(self) -> BoundedConnection:
         conn = BoundedConnection.connect(self._conninfo, autocommit=True)
@@ -195,53 +192,45 @@ class _Room:
         meet(conn)
         return conn
 
-    def _listen(self, conn: BoundedConnection) -> None:
-        """Whoever finishes a task sees by the lock that somebody waits. Behind a pooler, where the connection is not
-        ours alone, it would never be given back.
+    def _listen(self, conn: BoundedConnection) -> Notifications:
+        """A lock tells the sessions that finish tasks that a client waits. Behind a pooler the connection is not ours
+        alone, and the lock would never be released.
         """
+        notifications = Notifications(conn)
         self._is_heard = not conn.is_pooled
-        self._said = []
         if self._is_heard:
-            conn.add_notify_handler(lambda said: self._said.append(said.payload))
             conn.execute("set enable_seqscan = off")  # a plan that was made for an empty table is kept for long
-            conn.execute("listen task_done")
+            notifications.listen(["task_done"])
             send_alone(conn, self._statements.say_that_somebody_waits())
-        # What was being committed before the lock was held has told nobody: look again soon.
+        # Commits that began before the lock was held have sent no notification: look again soon.
         self._pause, self._look_at = FIRST_LOOK_SECONDS, 0.0
+        return notifications
 
-    def _serve_once(self, conn: BoundedConnection, bell: socket.socket) -> None:
+    def _serve_once(self, conn: BoundedConnection, notifications: Notifications, woken: socket.socket) -> None:
         conn.deadline = time.monotonic() + self._timeout_seconds
         self._look(conn)
-        self._hear(conn)  # what came with the answer does not stir the connection any more
+        self._hear(notifications)  # those that came with the answer do not make the connection readable any more
         pause = 0.0 if self._look_at_once else max(self._look_at - time.monotonic(), 0.0)
-        with selectors.DefaultSelector() as selector:
-            selector.register(bell, selectors.EVENT_READ)
-            selector.register(conn, selectors.EVENT_READ)
-            stirred = {key.fileobj for key, _ in selector.select(pause)}
-        if bell in stirred:
-            bell.recv(65536)
-        self._hear(conn)
+        if woken.fileno() in notifications.wait(pause, woken.fileno()):
+            woken.recv(65536)
+        self._hear(notifications)
 
     def _may_end(self) -> bool:
         with self._lock:
             if self._tickets:
                 return False
-            for end in (self._bell, self._rope):
-                if end is not None:
-                    end.close()
-            self._thread = self._bell = self._rope = None
+            for end in self._wake_ends or ():
+                end.close()
+            self._thread = self._wake_ends = None
             return True
 
-    def _hear(self, conn: BoundedConnection) -> None:
-        conn.pgconn.consume_input()
-        while (said := conn.pgconn.notifies()) is not None:
-            self._said.append(said.extra.decode())
-        done, self._said = {_as_uuid(payload) for payload in self._said}, []
+    def _hear(self, notifications: Notifications) -> None:
+        done = {notification.task_id for notification in notifications.take()}
         with self._lock:
             self._look_at_once |= done & self._tickets.keys()
 
     def _look(self, conn: BoundedConnection) -> None:
-        """At those that are new or said to be done, at once; at all of them now and then."""
+        """Looks at new tasks and at those said to be done at once, and at all of them now and then."""
         began = time.monotonic()
         is_round = began >= self._look_at
         with self._lock:
@@ -255,7 +244,7 @@ class _Room:
             self._look_for_missing(conn)
             self._plan_next_round(time.monotonic() - began)
         elif looked_at and not self._is_heard:
-            self._look_soon()  # nobody else will tell of these
+            self._look_soon()  # no notification will tell of these
 
     def _look_soon(self) -> None:
         self._pause = FIRST_LOOK_SECONDS
@@ -266,11 +255,11 @@ class _Room:
         self._look_at = time.monotonic() + max(self._pause, LOOK_SHARE * took)
 
     def _look_for_missing(self, conn: BoundedConnection) -> None:
-        """Rows that nobody has looked for in a while: who waits for one that does not exist is told."""
+        """Callers that wait for a task that does not exist get an error, after a while."""
         now = time.monotonic()
         with self._lock:
             overdue = [task_id for task_id, seen_at in self._seen_at.items() if seen_at < now - MISSING_SECONDS]
-            self._seen_at.update(dict.fromkeys(overdue, now))  # those that are missing go below
+            self._seen_at.update(dict.fromkeys(overdue, now))  # the missing ones are removed below
         for task_id in send_alone(conn, self._statements.missing(overdue)) if overdue else ():
             self._deliver(
                 task_id,
@@ -278,11 +267,3 @@ class _Room:
                     f"there is no task {task_id}: was it submitted in a transaction that is not committed, or deleted?"
                 ),
             )
-
-
-def _as_uuid(payload: str) -> UUID:
-    """Anybody can send a notification: nonsense is nobody's id."""
-    try:
-        return UUID(payload)
-    except ValueError:
-        return UUID(int=0)

@@ -17,15 +17,15 @@ import tasklib
 from tasklib import migrate
 from tasklib.embedded import ExternalPostgres
 from tasklib.registry import default_registry
-from tests.pooler import pgbouncer
-from tests.waiting import wait_until
+from tests.support.pooler import pgbouncer
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.pooler import Pooler
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.pooler import Pooler
+    from tests.support.raw_sql import Conn, NewDatabase
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

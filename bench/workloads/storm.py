@@ -14,15 +14,15 @@ import psycopg
 from bench.harness import Measured
 from bench.systems import BARE, TASKLIB
 from bench.workloads import tables
-from tests.campaigns import measures
-from tests.daemons import daemon
+from tools import measures
+from tools.daemons import daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.harness import Bench
     from bench.systems import System
-    from tests.daemons import Daemon
+    from tools.daemons import Daemon
 
 PAUSE_SECONDS = 0.01
 START_SECONDS = 120.0

@@ -21,8 +21,8 @@ from bench.harness import Measured
 from bench.workloads import tables
 from tasklib.duties.janitor import Janitor, Retention
 from tasklib.duties.statements import KeeperStatements
-from tasklib.worker.session import Session
-from tests.campaigns.measures import percentile
+from tasklib.runtime.session import Session
+from tools.measures import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -76,7 +76,7 @@ def fill_finished(conn: psycopg.Connection[Any], count: int, mark: UUID) -> None
 def _fill(
     conn: psycopg.Connection[Any], statement: sql.SQL | sql.Composed, count: int, page: int = PAGE, **arguments: object
 ) -> None:
-    """Page by page: one statement over millions of rows would hold a snapshot for minutes."""
+    """Scoreboard by page: one statement over millions of rows would hold a snapshot for minutes."""
     conn.execute("set session_replication_role = replica")
     for first in range(0, count, page):
         conn.execute(statement, {**arguments, "first": first, "last": min(first + page, count) - 1})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bench.harness import Measured
 from bench.systems import BARE
 from bench.workloads import tables
-from tests.campaigns.measures import percentile
+from tools.measures import percentile
 
 if TYPE_CHECKING:
     from bench.harness import Bench

@@ -1,7 +1,7 @@
-"""The channel between the supervisor and one child: JSON messages, one a line, over a pair of sockets.
+"""The channel between the supervisor and one child: JSON messages, one per line, over a pair of sockets.
 
-The supervisor's end never blocks. What it cannot send yet it keeps, in order: of a status only the newest, of what must
-arrive everything. The child's end may be used from a thread that waits.
+The supervisor's end never blocks. It keeps what it cannot send yet, in order: the newest status of each kind, and all
+other messages. The child's end blocks, and may be used from a thread.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-LONGEST_LINE = 16 * 1024 * 1024  # more is nonsense: a child writes what it should not
+LONGEST_LINE = 16 * 1024 * 1024  # more cannot be a message: the application has got hold of the socket
 _AT_A_TIME = 65536
 
 
 class Channel:
-    """One end. `blocks` is for the child: it sends at once, and waits in `receive`."""
+    """One end. With `blocks`, for the child, it sends at once and waits in `receive`."""
 
     def __init__(self, end: socket.socket, *, blocks: bool = False) -> None:
         self._socket = end
         self._blocks = blocks
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[str | None, bytes]] = deque()  # what may be replaced has a name
-        self._begun = b""  # the rest of a line, of which a part is sent
+        self._waiting: deque[tuple[str | None, bytes]] = deque()  # a status has its kind
+        self._begun = b""  # the rest of a line that is partly sent
         self._received = bytearray()
         self.is_closed = False
         end.setblocking(blocks)
@@ -52,7 +52,7 @@ class Channel:
     # --- sending ---
 
     def send(self, message: Message, *, is_status: bool = False) -> None:
-        """A status replaces one of its kind that is not on its way yet. Nobody there to hear it: it is dropped."""
+        """A status replaces an unsent one of its kind. If the other end is closed, the message is dropped."""
         line = json.dumps(message, separators=(",", ":"), default=str).encode() + b"\n"
         with self._lock:
             if self.is_closed:
@@ -65,11 +65,11 @@ class Channel:
 
     @property
     def has_output(self) -> bool:
-        """Ask the poll when it can be written."""
+        """Then the poll should also wait until it can be written."""
         return not self.is_closed and bool(self._begun or self._waiting)
 
     def flush(self) -> None:
-        """As much as goes without waiting."""
+        """Send as much as is possible without waiting."""
         while self.has_output:
             if not self._begun:
                 self._begun = self._waiting.popleft()[1]
@@ -94,7 +94,9 @@ class Channel:
     # --- receiving ---
 
     def receive(self, timeout_seconds: float | None = None) -> list[Message]:
-        """What has come. The child's end waits for something, at most so long; [] and `is_closed`: nobody is there."""
+        """The messages that have come. The child's end waits for one, at most `timeout_seconds`. If the other end is
+        closed, `is_closed` is set.
+        """
         if self._blocks and not self._is_readable(timeout_seconds):
             return []
         self._read()
@@ -127,7 +129,7 @@ class Channel:
 
 
 def _parsed(line: bytes) -> Message | None:
-    """Nonsense is no message: the application has got hold of the socket."""
+    """None: it is not a message. The application has got hold of the socket."""
     try:
         message = json.loads(line)
     except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from tasklib_daemon.exits import ExitCode
+from tasklib_daemon.exit_codes import ExitCode
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The commands of `tasklibd`: run and check a daemon, and ask one that runs.
 
-No option takes a secret: arguments are shown to every user of the machine by `ps`. Exit codes are in exits.py.
+No option takes a secret: arguments are shown to every user of the machine by `ps`. Exit codes are in exit_codes.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tasklib_daemon import control
-from tasklib_daemon.exits import Exit, ExitCode, exit_for
+from tasklib_daemon.exit_codes import Exit, ExitCode, exit_for
 from tasklib_daemon.redaction import redactor
 from tasklib_daemon.status import describe
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="tasklibd",
-    help="Run tasks. Settings come from a TOML file, credentials, TASKLIB_* variables and options; later ones win.",
+    help="Run tasks. Settings come from a TOML file, credentials, TASKLIB_* variables and options; later sources win.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -37,20 +37,20 @@ App = Annotated[
 Preload = Annotated[bool | None, typer.Option("--preload/--no-preload", help="Import the app before forking.")]
 Workers = Annotated[int | None, typer.Option("--workers", "-w", help="Processes.")]
 Concurrency = Annotated[int | None, typer.Option("--concurrency", help="Tasks at a time in each worker.")]
-Queues = Annotated[str | None, typer.Option("--queues", "-q", help="Names with commas in between; all by default.")]
-Name = Annotated[str | None, typer.Option("--name", help="Of this daemon; the host's by default.")]
-Grace = Annotated[float | None, typer.Option("--grace", help="Seconds that tasks may take to end at a stop.")]
+Queues = Annotated[str | None, typer.Option("--queues", "-q", help="Comma-separated names; all queues by default.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of this daemon; the host name by default.")]
+Grace = Annotated[float | None, typer.Option("--grace", help="Seconds that tasks have to finish at a stop.")]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="json, console, or auto.")]
-LogFile = Annotated[Path | None, typer.Option("--log-file", help="Reopened at USR1; standard error by default.")]
-WebHost = Annotated[str | None, typer.Option("--web-host", help="Another than loopback needs a token.")]
-WebPort = Annotated[str | None, typer.Option("--web-port", help="0 for any free one, none for no web.")]
+LogFile = Annotated[Path | None, typer.Option("--log-file", help="Reopened at SIGUSR1; standard error by default.")]
+WebHost = Annotated[str | None, typer.Option("--web-host", help="An address that is not loopback needs a token.")]
+WebPort = Annotated[str | None, typer.Option("--web-port", help="0 for any free port, none for no web child.")]
 Socket = Annotated[
     Path | None,
     typer.Option("--socket", envvar="TASKLIB_CONTROL_SOCKET", help="The daemon's control socket, if not the only one."),
 ]
 
-_secrets: list[str] = []  # struck out of what is said at the end
+_secrets: list[str] = []  # removed from the message at the end
 
 
 def run() -> None:
@@ -69,7 +69,7 @@ def version(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if show_version:
-        from tasklib.version import __version__  # noqa: PLC0415 - the other commands are to be quick
+        from tasklib.version import __version__  # noqa: PLC0415 - the other commands start quickly without it
 
         typer.echo(__version__)
         raise typer.Exit
@@ -86,7 +86,7 @@ def run_daemon(
     """Run workers, keeper and web until SIGTERM."""
     options = locals()
     settings = _settings(options)
-    from tasklib_daemon import logs, supervisor  # noqa: PLC0415 - the other commands are to be quick
+    from tasklib_daemon import logs, supervisor  # noqa: PLC0415 - the other commands start quickly without it
 
     logs.configure(settings)
     raise typer.Exit(supervisor.run(settings, reload=lambda: _settings(options)))
@@ -100,11 +100,11 @@ def check(
     log_level: LogLevel = None, log_format: LogFormat = None, log_file: LogFile = None, web_host: WebHost = None,
     web_port: WebPort = None,
 ) -> None:  # fmt: skip
-    """Say whether these settings and this application would run. Needs no database; changes nothing."""
+    """Check that these settings and this application can run. Needs no database, and changes nothing."""
     settings = _settings(locals())
-    from tasklib_daemon.rehearsal import rehearse  # noqa: PLC0415 - as above
+    from tasklib_daemon.import_check import check_import  # noqa: PLC0415 - as above
 
-    tasks = rehearse(settings)
+    tasks = check_import(settings)
     where = f"queues {', '.join(settings.queues)}" if settings.queues else "all queues"
     typer.echo(f"ok: {settings.workers} workers, {settings.concurrency} tasks each, {where}")
     typer.echo(f"tasks: {', '.join(tasks)}")
@@ -112,22 +112,18 @@ def check(
 
 def _settings(options: dict[str, Any]) -> Settings:
     from tasklib.errors import InvalidConfig  # noqa: PLC0415 - as above
-    from tasklib_daemon.settings import load  # noqa: PLC0415 - as above
+    from tasklib_daemon.settings import load, nested  # noqa: PLC0415 - as above
 
-    places = {
+    names = {
         "app_modules": "app", "preload": "preload", "workers": "workers", "concurrency": "concurrency",
         "queues": "queues", "name": "name", "grace": "grace_seconds", "log_level": "log.level",
         "log_format": "log.format", "log_file": "log.file", "web_host": "web.host", "web_port": "web.port",
     }  # fmt: skip
-    tables: dict[str, Any] = {}
-    for option, place in places.items():
-        section, _, key = place.rpartition(".")
-        if options[option] is not None:
-            (tables.setdefault(section, {}) if section else tables)[key] = options[option]
-    settings = load(options["config"], os.environ, tables)
+    given = {name: options[option] for option, name in names.items() if options[option] is not None}
+    settings = load(options["config"], os.environ, nested(given))
     _secrets.extend(settings.secrets())
     if not settings.app:
-        raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
+        raise InvalidConfig("app names no module: name one that defines tasks, e.g. --app shop.tasks")
     return settings
 
 
@@ -140,7 +136,7 @@ def status(
     socket: Socket = None,
     config: ConfigFile = None,
 ) -> None:
-    """What the daemon does."""
+    """Show what the daemon does."""
     reply = control.ask(_find(socket, config), "status")
     told = {key: value for key, value in reply.items() if key != "ok"}
     typer.echo(json.dumps(told, indent=2) if as_json else "\n".join(describe(cast("Status", told))))
@@ -148,7 +144,7 @@ def status(
 
 @app.command()
 def pause(socket: Socket = None, config: ConfigFile = None) -> None:
-    """Claim no more, until `resume`; what executes goes on."""
+    """Claim no more tasks until `resume`. Executing tasks go on."""
     control.ask(_find(socket, config), "pause")
     typer.echo("paused")
 
@@ -162,30 +158,30 @@ def resume(socket: Socket = None, config: ConfigFile = None) -> None:
 
 @app.command()
 def drain(socket: Socket = None, config: ConfigFile = None) -> None:
-    """Claim no more, finish what executes, then exit. Returns at once."""
+    """Claim no more tasks, finish those that execute, then exit. Returns at once."""
     control.ask(_find(socket, config), "drain")
     typer.echo("draining")
 
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(min=1, max=control.MOST_WORKERS, help="How many there are to be.")],
+    workers: Annotated[int, typer.Argument(min=1, max=control.MOST_WORKERS, help="The new number of workers.")],
     socket: Socket = None,
     config: ConfigFile = None,
 ) -> None:
-    """Have more or fewer workers, until the daemon ends."""
+    """Change the number of workers until the daemon ends."""
     control.ask(_find(socket, config), "scale", workers=workers)
     typer.echo(f"scaling to {workers}")
 
 
 def _find(socket: Path | None, config: Path | None) -> Path:
-    """Named by an option; else by the settings' file; else the only one there is."""
+    """The socket named by the option, or by the settings file, or the only one on this host."""
     named = socket if socket is not None else _named_in(config) if config is not None else None
     return named if named is not None else control.find()
 
 
 def _named_in(config: Path) -> Path | None:
-    """Only these two lines are read: to ask a daemon, its other settings need not be right."""
+    """Only these two settings are read: the others need not be valid to ask a daemon."""
     try:
         tables = tomllib.loads(config.read_text("utf-8"))
     except (OSError, ValueError):

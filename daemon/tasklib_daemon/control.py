@@ -1,8 +1,8 @@
-"""The control socket: how an operator on the host asks a running daemon for its status, or to change.
+"""The control socket: an operator on the host asks a running daemon for its status, or to change something.
 
-One question per connection: a line of JSON there, a line of JSON back. Only root and the daemon's own user are
-answered; the file's mode says so, and the kernel tells who is at the other end. The server is a part of the
-supervisor's loop: nothing here ever waits. Imports nothing but the standard library: the commands are to be quick.
+Each connection carries one request and one answer, each a line of JSON. Only root and the daemon's own user are
+answered: the mode of the file says so, and the kernel names the user at the other end. The server is part of the
+supervisor's loop, so nothing here waits. Imports only the standard library, so that the commands start quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasklib_daemon.exits import Exit, ExitCode
+from tasklib_daemon.exit_codes import Exit, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,14 +30,14 @@ COMMANDS = ("status", "pause", "resume", "drain", "scale")
 MOST_WORKERS = 1000
 MAX_REQUEST_BYTES = 4096
 MAX_CONNECTIONS = 32
-CONNECTION_SECONDS = 5.0  # then it is closed, however far it is
+CONNECTION_SECONDS = 5.0  # then it is closed in any case
 BACKLOG = 16
-FULL_PAUSE_SECONDS = 0.01  # before a client of a full one tries again
-SHARED_PLACES = (Path("/run"), Path(tempfile.gettempdir()))  # beside $RUNTIME_DIRECTORY and $XDG_RUNTIME_DIR
+FULL_PAUSE_SECONDS = 0.01  # before a client tries again, when the backlog is full
+SHARED_DIRECTORIES = (Path("/run"), Path(tempfile.gettempdir()))  # beside $RUNTIME_DIRECTORY and $XDG_RUNTIME_DIR
 
 
 class Request:
-    """What somebody asks. It is answered once; a second answer is dropped."""
+    """One request of an operator. It is answered once; a second answer is dropped."""
 
     def __init__(self, connection: _Connection, command: str, workers: int | None = None) -> None:
         self.command = command
@@ -50,7 +50,7 @@ class Request:
 
 
 class ControlServer:
-    """Watch `fileno()` for reading; when it is readable, and once a second, take `requests()`."""
+    """Poll `fileno()` for reading. When it is readable, and once a second, take `requests()`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class ControlServer:
         self._identity = _identity(path)
         self._owner = os.getpid()
         self._connections: list[_Connection] = []
-        # Its descriptor is readable when one of those within is: the supervisor watches one for all connections.
+        # Its descriptor is readable when any connection is, so the supervisor polls only this one.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
 
@@ -66,21 +66,21 @@ class ControlServer:
         return int(self._selector.fileno())
 
     def requests(self) -> list[Request]:
-        """What was asked since the last time. Each is to be answered."""
+        """The requests since the last call. Each must be answered."""
         for each in self._connections:
             each.write()
-        self._let_go(time.monotonic())
+        self._remove_closed(time.monotonic())
         self._accept()
         return [request for each in self._connections if (request := each.read()) is not None]
 
-    def _let_go(self, now: float) -> None:
-        """Before others are accepted: one that was answered, or whose time is over, takes nobody's place."""
+    def _remove_closed(self, now: float) -> None:
+        """Before others are accepted: connections that were answered, or whose time is over, do not count."""
         for each in self._connections:
             each.close_if_done(now)
         self._connections = [each for each in self._connections if not each.is_closed]
 
     def _accept(self) -> None:
-        """Beyond the bound the oldest goes: silent ones keep no question out."""
+        """Beyond the bound the oldest is closed, so that silent connections do not keep requests out."""
         try:
             while True:
                 accepted, _ = self._socket.accept()
@@ -89,7 +89,7 @@ class ControlServer:
                 self._connections.append(_Connection(accepted, self._selector))
         except BlockingIOError:
             self._watch_for_more()
-        except OSError:  # no descriptor is free: to be woken for who waits would be to spin
+        except OSError:  # no descriptor is free, and the waiting client would wake the loop again and again
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self._socket)
 
@@ -98,20 +98,20 @@ class ControlServer:
             self._selector.register(self._socket, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """In a child that inherited it, only the descriptors are closed; the selector first, which it shares with its
-        parent: nothing must be taken out of that.
+        """In a child that inherited it, only the descriptors are closed. The selector comes first: it is shared with
+        the parent, and nothing must be unregistered from it.
         """
         self._selector.close()
         for each in self._connections:
             each.close()
         self._connections = []
         self._socket.close()
-        if os.getpid() == self._owner and _identity(self._path) == self._identity:  # not that of who came after us
+        if os.getpid() == self._owner and _identity(self._path) == self._identity:  # not the file of a later daemon
             self._path.unlink(missing_ok=True)
 
 
 class _Connection:
-    """One question, one answer."""
+    """One request, one answer."""
 
     def __init__(self, accepted: socket.socket, selector: selectors.BaseSelector) -> None:
         accepted.setblocking(False)  # noqa: FBT003 - its only parameter
@@ -120,13 +120,13 @@ class _Connection:
         self._ends = time.monotonic() + CONNECTION_SECONDS
         self._received = b""
         self._unsent: bytes | None = None
-        self._was_asked = False
+        self._has_request = False
         self.is_closed = False
         selector.register(accepted, selectors.EVENT_READ)
 
     def read(self) -> Request | None:
-        """Once, when the line is whole."""
-        if self._was_asked:
+        """The request, once its line is complete."""
+        if self._has_request:
             return None
         try:
             received = self._socket.recv(MAX_REQUEST_BYTES)
@@ -136,16 +136,16 @@ class _Connection:
             received = b""
         self._received += received
         if b"\n" in self._received:
-            return self._understand()
+            return self._parse()
         if not received or len(self._received) >= MAX_REQUEST_BYTES:
             self.close()
         return None
 
-    def _understand(self) -> Request | None:
-        self._was_asked = True
+    def _parse(self) -> Request | None:
+        self._has_request = True
         self._selector.unregister(self._socket)
         try:
-            return Request(self, *_question(self._received, _peer_uid(self._socket)))
+            return Request(self, *_parsed_request(self._received, _peer_uid(self._socket)))
         except Exit as refused:
             self.answer({"ok": False, "error": refused.message})
             return None
@@ -180,14 +180,14 @@ class _Connection:
             self._socket.close()
 
 
-def _question(received: bytes, uid: int | None) -> tuple[str, int | None]:
+def _parsed_request(received: bytes, uid: int | None) -> tuple[str, int | None]:
     if uid is None or uid not in {0, os.geteuid()}:
-        raise Exit(ExitCode.FAILED, "only root and the daemon's own user may ask it")
+        raise Exit(ExitCode.FAILED, "only root and the daemon's own user may use this socket")
     try:
         question = json.loads(received.partition(b"\n")[0])
         command, workers = question["command"], question.get("workers")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise Exit(ExitCode.USAGE, 'that is not a question: send one line such as {"command": "status"}') from None
+        raise Exit(ExitCode.USAGE, 'this is no request: send one line such as {"command": "status"}') from None
     if command not in COMMANDS:
         raise Exit(ExitCode.USAGE, f"unknown command: there are {', '.join(COMMANDS)}")
     if command == "scale" and not (type(workers) is int and 1 <= workers <= MOST_WORKERS):
@@ -199,30 +199,30 @@ def _question(received: bytes, uid: int | None) -> tuple[str, int | None]:
 
 
 def _bind(path: Path) -> socket.socket:
-    """The file of a daemon that is gone is replaced; that of one that lives is an error."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """The file of a dead daemon is replaced; that of a living one is an error."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.setblocking(False)  # noqa: FBT003 - its only parameter
+        bound.setblocking(False)  # noqa: FBT003 - its only parameter
         with _alone_in(path.parent):
             _remove_if_stale(path)
             before = os.umask(0o177)
             try:
-                made.bind(str(path))
+                bound.bind(str(path))
             finally:
                 os.umask(before)
-            made.listen(BACKLOG)
+            bound.listen(BACKLOG)
     except OSError as error:
-        made.close()
+        bound.close()
         raise Exit(ExitCode.CONFIG, f"control_socket {path}: {error.strerror or error}") from None
     except BaseException:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound
 
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Two daemons that start at once would each take the other's new socket for a stale one."""
+    """Without this lock, two daemons that start at once could each take the other's new socket for a stale one."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -235,7 +235,7 @@ def _remove_if_stale(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise Exit(ExitCode.CONFIG, f"control_socket {path} is there already, and is no socket: remove it")
+        raise Exit(ExitCode.CONFIG, f"control_socket {path} exists already, and is no socket: remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # noqa: FBT003 - its only parameter
         try:
@@ -244,7 +244,7 @@ def _remove_if_stale(path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:
-            pass  # its backlog is full: it lives
+            pass  # its backlog is full, so it lives
     raise Exit(ExitCode.RUNNING_ALREADY, f"another daemon runs with the control socket {path}: see `tasklibd status`")
 
 
@@ -257,7 +257,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _peer_uid(connected: socket.socket) -> int | None:
-    """By the kernel's word. None: it does not tell."""
+    """The user at the other end, from the kernel. None: unknown."""
     try:
         if sys.platform == "darwin":  # struct xucred: version, uid, ...
             return int(struct.unpack_from("2I", connected.getsockopt(0, socket.LOCAL_PEERCRED, 76))[1])
@@ -267,11 +267,11 @@ def _peer_uid(connected: socket.socket) -> int | None:
         return None
 
 
-# --- the asking side ---
+# --- the client's side ---
 
 
 def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, workers: int | None = None) -> dict[str, Any]:
-    """The daemon's answer. Exit, if there is none or it says no."""
+    """Return the daemon's answer. Raises Exit if there is none, or if the daemon refuses."""
     question = {"command": command} | ({} if workers is None else {"workers": workers})
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as conn:
@@ -281,7 +281,7 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
             with conn.makefile("rb") as lines:
                 reply = json.loads(lines.readline() or b"null")
     except TimeoutError:
-        raise Exit(ExitCode.NOT_RUNNING, f"the daemon at {path} does not answer within {seconds:g} s") from None
+        raise Exit(ExitCode.NOT_RUNNING, f"the daemon at {path} did not answer within {seconds:g} s") from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else "it broke off"
         raise Exit(ExitCode.NOT_RUNNING, f"no daemon answers at {path}: {why}") from None
@@ -293,7 +293,7 @@ def ask(path: Path, command: str, *, seconds: float = CONNECTION_SECONDS, worker
 
 
 def _connect(conn: socket.socket, path: Path, deadline: float) -> None:
-    """Where too many wait to be heard, the kernel says so at once, whatever the timeout."""
+    """When the backlog is full, the kernel refuses at once, whatever the timeout. So try again."""
     while True:
         try:
             conn.connect(str(path))
@@ -306,22 +306,23 @@ def _connect(conn: socket.socket, path: Path, deadline: float) -> None:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Path:
-    """The control socket of this host's one daemon, where nobody says which: as far as we can see, and may ask."""
+    """The control socket of the only daemon on this host that this user may ask."""
     own = environment.get("XDG_RUNTIME_DIR")
-    places = [*([Path(own)] if own else []), *SHARED_PLACES]
-    found = [path for place in places for path in sorted(place.glob("tasklibd*/control.sock")) if _is_mine(path)]
+    directories = [*([Path(own)] if own else []), *SHARED_DIRECTORIES]
+    paths = (path for directory in directories for path in sorted(directory.glob("tasklibd*/control.sock")))
+    found = [path for path in paths if _is_mine(path)]
     if environment.get("RUNTIME_DIRECTORY"):
         found.append(Path(environment["RUNTIME_DIRECTORY"].split(":")[0]) / "control.sock")
     living = [path for path in dict.fromkeys(found) if _answers(path)]
     if len(living) == 1:
         return living[0]
     if not living:
-        raise Exit(ExitCode.NOT_RUNNING, "no daemon of yours is running here, or its socket is elsewhere: see --socket")
-    raise Exit(ExitCode.USAGE, f"several daemons run here: say --socket with one of {', '.join(map(str, living))}")
+        raise Exit(ExitCode.NOT_RUNNING, "no daemon of yours runs here, or its socket is elsewhere: see --socket")
+    raise Exit(ExitCode.USAGE, f"several daemons run here: name one with --socket, of {', '.join(map(str, living))}")
 
 
 def _is_mine(path: Path) -> bool:
-    """In a directory that all may write to, anybody could lay out a socket."""
+    """In a directory that all users may write to, any of them could have put the socket."""
     try:
         about, is_shared = path.parent.lstat(), bool(path.parent.parent.stat().st_mode & 0o002)
     except OSError:

@@ -1,9 +1,10 @@
-"""A worker of this daemon has died: what it was executing runs again at once, and what it merely held loses nothing.
+"""Recovers the tasks of a worker of this daemon that has died: those that executed run again at once, and those that
+only waited in its buffer are given back without a charge.
 
-The supervisor has seen the death, and the page tells what was executing: nothing has to be guessed, and no lease has to
-run out. A claim that was in flight may still be committed after the death. So its backends are ended first, and waited
-for; and it is swept again a second and five seconds later. Every write is guarded as ever: a reaper that comes first,
-or a report that comes twice, does no harm.
+The supervisor has seen the death, and the scoreboard shows which tasks executed. So no lease has to run out. A claim
+that was in flight may still commit after the death. So the worker's backends are terminated first, and the tasks are
+swept again after one and after five seconds. Every write is guarded: a reaper that comes first, or a report that comes
+twice, does no harm.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from uuid import UUID
 import psycopg
 from psycopg import conninfo
 
-from tasklib.connection import connection_string, is_connection_lost
-from tasklib.duties.apart import first_line
-from tasklib.duties.settling import Decided, Settling
+from tasklib.connection_string import connection_string
+from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
 from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide, is_told_by_worker
 from tasklib.retry import Exponential
+from tasklib.runtime.bad_rows import first_line
+from tasklib.runtime.metrics import SECONDS, WorkerMetrics, histogram
+from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
 from tasklib.states import State
-from tasklib.worker.tally import SECONDS, Tally, histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,16 +37,16 @@ if TYPE_CHECKING:
     from tasklib.config import Config
     from tasklib.duties.statements import KeeperStatements
     from tasklib.outcomes import HeldTask, Outcome
+    from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib.worker.session import Session
     from tasklib_daemon.plan import Cause
 
 SWEEPS_AGAIN_SECONDS = (1.0, 5.0)  # after the first
-BACKENDS_SECONDS = 2.0  # how long they are waited for
+BACKENDS_SECONDS = 2.0  # how long their end is waited for
 AFTER_FAILURE_SECONDS = 1.0
-MOST_FAILURES = 10  # then the reaper has to do it, when the lease has run out
+MOST_FAILURES = 10  # then the reaper does it, when the lease has run out
 _LONGEST_APPLICATION_NAME = 63
-# Written, and counted, by a keeper or a reaper; by the worker itself only where an isolated task's own process died.
+# Keepers and reapers write and count these. A worker does so only if an isolated task's own process died.
 _OF_RECOVERERS = frozenset({"WORKER_FAILURE", "LEASE_LOST"})
 
 
@@ -55,15 +57,15 @@ class Executing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Its function has ended, and nobody knows whether that was written."""
+    """Its function has ended; whether the outcome was written is unknown."""
 
     task_id: UUID
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CrashReport:
-    """What the supervisor knows of a worker that died: from `waitpid`, and from its page."""
+    """What the supervisor knows of a dead worker, from `waitpid` and from its scoreboard."""
 
     worker_id: str
     name: str
@@ -77,10 +79,10 @@ class CrashReport:
     done: tuple[Done, ...] = ()
     backends: tuple[int, ...] = ()
     died: float = field(default_factory=time.monotonic)
-    is_counted: bool = False  # what it had written and not let go of is in its ledger
+    is_counted: bool = False  # the outcomes that it had written are in its counters
 
     def to_json(self) -> dict[str, Any]:
-        """Of plain values: for a message."""
+        """As plain values, for a message."""
         return {
             "worker_id": self.worker_id,
             "name": self.name,
@@ -117,7 +119,7 @@ class CrashReport:
 
 
 class Verdict:
-    """Of the tasks that a dead worker held."""
+    """Decides what becomes of the tasks that a dead worker held."""
 
     def __init__(self, report: CrashReport, rules: Rules) -> None:
         self._report = report
@@ -131,7 +133,7 @@ class Verdict:
             seconds = 0.0
         if seconds is None:
             return self._of_idle(task, now)
-        # It was executing, whether or not there was time to mark it.
+        # It was executing, even if it was not marked as running yet.
         started_at = now - timedelta(seconds=seconds + since_death_seconds)
         is_marked = task.state == State.RUNNING
         begun = task._replace(
@@ -140,26 +142,28 @@ class Verdict:
             attempt=task.attempt + (not is_marked),
         )
         settlement = decide(begun, self._outcome(task), now, self._rules)
-        if self._is_somebody_guilty() and settlement.state == State.PENDING:
+        if self._is_guilt_unknown() and settlement.state == State.PENDING:
             settlement = settlement._replace(suspect=True)
         return Decided(begun, settlement, None)
 
     def _is_last_suspect(self, task: HeldTask) -> bool:
-        """It had just ended, and nobody else was there to be blamed: one that takes its worker along a moment after it
-        has returned would run again for ever.
+        """It had just ended, and no other task was there to blame. A task that kills its worker a moment after it has
+        returned would otherwise run again for ever.
         """
         is_done = (task.id, task.fencing_token) in self._done
         return self._report.cause == "crash" and is_done and len(self._done) == 1 and not self._executing
 
     def _of_idle(self, task: HeldTask, now: datetime) -> Decided:
-        """Given back. One that must not run twice does not if it may have run: it is marked before its first line."""
+        """It is given back. With `on_crash="fail"` it does not run again if it may have run: it is marked before its
+        first line.
+        """
         is_done = (task.id, task.fencing_token) in self._done
         is_marked = task.state == State.RUNNING
         given_back = Interrupted(began=is_done or is_marked, ran=is_done or (is_marked and task.on_crash == "fail"))
         return Decided(task, decide(task, given_back, now, self._rules), None if is_done else task.state)
 
     def _outcome(self, task: HeldTask) -> Outcome:
-        """Of one that was executing. What the supervisor did to one task costs no other."""
+        """Of an executing task. A kill because of one task does not charge the others."""
         report = self._report
         is_guilty = task.id == report.guilty
         match report.cause:
@@ -175,9 +179,9 @@ class Verdict:
             case _:
                 return Interrupted(began=True)
 
-    def _is_somebody_guilty(self) -> bool:
-        """One of several, and nobody knows which: they are free of charge, but each runs alone the next time. Otherwise
-        the same ones would meet again, and hang or fill the memory for ever.
+    def _is_guilt_unknown(self) -> bool:
+        """One of several tasks is guilty, and it is unknown which. None is charged, but each runs alone next time.
+        Otherwise the same tasks would meet again, and hang or fill the memory for ever.
         """
         return self._report.cause in {"hang", "memory"} and self._report.guilty is None
 
@@ -193,11 +197,11 @@ class _Case:
     swept_at: float | None = None  # for the first time
     sweeps: int = 0
     failures: int = 0
-    counted: set[tuple[UUID, int]] = field(default_factory=set)  # runs that are in our own ledger
+    counted: set[tuple[UUID, int]] = field(default_factory=set)  # runs that are in our own counters
 
 
 class Recoveries:
-    """Service of the crash loop: takes reports from another thread, and works them off one by one."""
+    """Service of the crash loop: takes reports from another thread, and handles them one by one."""
 
     def __init__(
         self,
@@ -207,12 +211,12 @@ class Recoveries:
         keeper_statements: KeeperStatements,
         *,
         on_recovered: Callable[[CrashReport, float], None] = lambda _report, _seconds: None,
-        tally: Tally | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._session = session
         self._statements = keeper_statements
-        self._tally = tally or Tally()
-        self._settling = Settling(session, statements, self._tally)
+        self._metrics = metrics or WorkerMetrics()
+        self._settling = RecoveryWriter(session, statements, self._metrics)
         self._on_recovered = on_recovered
         self._application_name = _application_name(config)
         self._rules = Rules(
@@ -230,11 +234,11 @@ class Recoveries:
 
     @property
     def is_waiting(self) -> bool:
-        """Some report has not been dealt with at all."""
+        """A report has not been handled for the first time."""
         return not self._new.empty() or any(case.swept_at is None for case in self._cases)
 
     def run_once(self) -> float | None:
-        self._session.connection()  # at hand when it is needed
+        self._session.connection()  # open before it is needed
         while not self._new.empty():
             report = self._new.get()
             self._cases.append(_Case(report, Verdict(report, self._rules)))
@@ -244,7 +248,7 @@ class Recoveries:
         return min((max(case.due - time.monotonic(), 0.0) for case in self._cases), default=None)
 
     def _try(self, case: _Case) -> None:
-        """What one is refused does not keep the others; without a connection, all of them wait."""
+        """An error in one recovery does not stop the others. Without a connection, all wait."""
         try:
             self._sweep(case)
         except Exception as error:
@@ -262,11 +266,11 @@ class Recoveries:
         self._settle(case)
         if case.swept_at is None:
             self._session.run(self._statements.declare_dead(case.report.worker_id))
-            self._tell(case)
+            self._report(case)
         self._plan_next(case)
 
     def _plan_next(self, case: _Case) -> None:
-        assert case.swept_at is not None  # noqa: S101 - it is told after the first
+        assert case.swept_at is not None  # noqa: S101 - set by the first sweep
         if case.sweeps == len(SWEEPS_AGAIN_SECONDS):
             self._cases.remove(case)
             return
@@ -274,7 +278,7 @@ class Recoveries:
         case.sweeps += 1
 
     def _end_backends(self, report: CrashReport) -> None:
-        """Behind a pooler their numbers are made up, and the sweeps to come have to do."""
+        """Behind a pooler the pids are made up. Then only the later sweeps help."""
         if not report.backends or self._session.is_pooled:
             return
         until, pause = time.monotonic() + BACKENDS_SECONDS, 0.002
@@ -298,17 +302,17 @@ class Recoveries:
             now = held[0][1]
             tasks, since_death = [task for task, _ in held], _seconds_since(report)
             decided = self._settling.decide(tasks, lambda task: case.verdict.of(task, now, since_death))
-            settled = self._settling.settle(report.worker_id, decided, now)
+            settled = self._settling.recover(report.worker_id, decided, now)
             case.counted |= {(task.id, task.fencing_token) for task, _ in held}
-            self._tally.lost(settled, "worker_died")
+            self._metrics.lost(settled, "worker_died")
             log.warning("tasks.recovered", worker_id=report.worker_id, count=settled)
         if case.swept_at is None:
             self._count_written(case)
         self._session.run(self._statements.forget_claims(report.worker_id))
 
     def _count_written(self, case: _Case) -> None:
-        """What the worker had settled itself and was killed before it could count: its runs that nobody holds. What a
-        reaper was quicker with is not among it, nor what a keeper had settled that died before it could say so.
+        """Count the outcomes that the worker wrote, and could not count before it was killed. Those that a reaper or
+        another keeper wrote are not among them: they count their own.
         """
         report = case.report
         runs = {(each.task_id, each.token) for each in report.executing} - case.counted
@@ -319,20 +323,20 @@ class Recoveries:
         for each in self._session.run(self._statements.written([task_id for task_id, _ in runs], report.worker_id)):
             is_own = each.outcome not in _OF_RECOVERERS or is_told_by_worker(each.failed_reason)
             if (each.task_id, each.token) in runs and is_own:
-                self._tally.found(
+                self._metrics.found(
                     each.name, each.queue, each.outcome, seconds=each.seconds, will_retry=each.will_retry,
                     is_buried=each.is_buried,
                 )  # fmt: skip
         case.counted |= runs
 
-    def _tell(self, case: _Case) -> None:
+    def _report(self, case: _Case) -> None:
         case.swept_at = time.monotonic()
         report, seconds = case.report, _seconds_since(case.report)
         log.warning(
             "worker.recovered", worker_id=report.worker_id, worker=report.name, pid=report.pid, slot=report.slot,
             how=report.how, cause=report.cause, executing=len(report.executing), seconds=round(seconds, 3),
         )  # fmt: skip
-        self._tally.add({("recovery",): histogram(SECONDS, [seconds])})
+        self._metrics.add({("recovery",): histogram(SECONDS, [seconds])})
         self._on_recovered(report, seconds)
 
 
@@ -341,5 +345,5 @@ def _seconds_since(report: CrashReport) -> float:
 
 
 def _application_name(config: Config) -> str:
-    """What the names of all connections of this configuration begin with; the server cuts them off."""
+    """The beginning of the names of all connections of this configuration. The server cuts long names off."""
     return str(conninfo.conninfo_to_dict(connection_string(config))["application_name"])[:_LONGEST_APPLICATION_NAME]

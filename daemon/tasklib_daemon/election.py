@@ -1,8 +1,9 @@
-"""Who does what is done once for all daemons: a row with a holder, a term, and a time by the database's clock.
+"""Elects the keeper that does the duties of the whole cluster: a row with a holder, a term and an end by the database's
+clock.
 
-The holder judges itself by its own monotonic clock, counted from before its renewal was sent: when the database may
-give the row to another, it has stopped. Should two believe it at once all the same, they do no harm: every duty is safe
-to do twice. No session lock: one would outlive a connection that only the server still believes in.
+The holder measures its term by its own monotonic clock, from before the renewal was sent. So it stops before the
+database may give the row to another keeper. If two keepers believe to be elected all the same, they do no harm: every
+duty is safe to do twice. A session lock would not do: it outlives a connection that only the server believes in.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from tasklib.connection import is_connection_lost
+from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
-from tasklib.worker.tally import Tally
+from tasklib.runtime.metrics import WorkerMetrics
 
 if TYPE_CHECKING:
     from tasklib.duties.statements import KeeperStatements
-    from tasklib.worker.loop import Service
-    from tasklib.worker.session import Session
+    from tasklib.runtime.loop import Service
+    from tasklib.runtime.session import Session
 
-LONGEST_CANDIDATURE_SECONDS = 1.0  # between two looks of those who are not elected
+LONGEST_CANDIDATURE_SECONDS = 1.0  # between two tries of a keeper that is not elected
 NOT_ELECTED_SECONDS = 0.25
 
 
 class Election:
-    """A duty itself: stand, and renew three times in a term's time."""
+    """A duty itself: it stands for election, and renews three times per term."""
 
     def __init__(
         self,
@@ -37,14 +38,14 @@ class Election:
         name: str,
         holder: str,
         ttl_seconds: float,
-        tally: Tally | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._session = session
         self._statements = statements
         self._name = name
         self._holder = holder
         self._ttl_seconds = ttl_seconds
-        self._tally = tally or Tally()
+        self._metrics = metrics or WorkerMetrics()
         self._until = -math.inf
         self._since = math.inf
         self.term: int | None = None
@@ -60,7 +61,7 @@ class Election:
             term = self._session.run(self._statements.stand(self._name, self._holder, self._ttl_seconds))
         except psycopg.Error as error:
             if not is_connection_lost(error):
-                self.answered = time.monotonic()  # a refusal is an answer: it is not the connection that is at fault
+                self.answered = time.monotonic()  # a refusal is an answer too: the connection works
             raise
         self.answered = time.monotonic()
         if term != self.term:
@@ -69,7 +70,7 @@ class Election:
         return min(self._ttl_seconds / 3, LONGEST_CANDIDATURE_SECONDS)
 
     def resign(self) -> None:
-        """The next one need not wait."""
+        """Another keeper can be elected at once."""
         if self.is_held():
             self._until = -math.inf
             self._session.run(self._statements.resign(self._name, self._holder))
@@ -77,7 +78,7 @@ class Election:
     def _note(self, term: int | None) -> None:
         self._since = time.monotonic()
         if term is not None:
-            self._tally.count("elected")
+            self._metrics.count("elected")
             log.info("keeper.elected", election=self._name, term=term)
         else:
             log.info("keeper.replaced", election=self._name, term=self.term)
@@ -85,7 +86,7 @@ class Election:
 
 
 class WhenElected:
-    """A duty that is done by the elected keeper only, from `after_seconds` in office on."""
+    """A duty of the elected keeper only, once it has been elected for `after_seconds`."""
 
     def __init__(self, election: Election, duty: Service, *, after_seconds: float = 0.0) -> None:
         self._election = election

@@ -1,7 +1,8 @@
-"""The gauges of the cluster: read from the database by the elected keeper, for all daemons, and told to the supervisor.
+"""The gauges of the cluster: the elected keeper reads them from the database, and sends them to the supervisor.
 
-Every few seconds, and more seldom if it takes long: at most a twentieth of the time. A reading that takes too long is
-given up, and the next one counts less. The database is asked by this loop alone: a scrape shows what was read last.
+It reads every few seconds, and less often if a reading takes long: at most a twentieth of the time. A reading that
+takes too long is cancelled, and the next one counts less. Only this loop asks the database: a scrape shows the last
+reading.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tasklib.config import Config
+    from tasklib.runtime.metrics import WorkerMetrics
+    from tasklib.runtime.session import Session
     from tasklib.statistics import Cluster, Table
-    from tasklib.worker.session import Session
-    from tasklib.worker.tally import Tally
     from tasklib_daemon.metrics import Metric
 
 Sample = tuple[str, list[str], float]  # a metric's name, its labels, its value
 
 SETTINGS = "-c statement_timeout=2s -c lock_timeout=500ms -c max_parallel_workers_per_gather=0"
 EVERY_SECONDS = 5.0
-REST = 20  # times as long as it took
+REST = 20  # times the duration of a reading
 LEAST_COUNTED = 10_000
-REMEMBER_SECONDS = 3600.0  # a queue in which there is nothing any more
-COUNT_MORE_SECONDS = 600.0  # after one that took too long
+REMEMBER_SECONDS = 3600.0  # how long an empty queue is still shown
+COUNT_MORE_SECONDS = 600.0  # after a reading that took too long
 NOT_ELECTED_SECONDS = 1.0
 TABLES = frozenset({"tasks", "attempts", "task_attempts", "claims", "workers", "worker_states", "task_rollups"})
 
@@ -42,18 +43,18 @@ class Gauges:
         self,
         config: Config,
         session: Session,
-        tally: Tally,
+        metrics: WorkerMetrics,
         *,
         is_elected: Callable[[], bool],
         unserved: Callable[[], int],
-        tell: Callable[[dict[str, Any]], None],
+        send: Callable[[dict[str, Any]], None],
     ) -> None:
         self._session = session
         self._statements = StatisticsStatements(config)
-        self._tally = tally
+        self._metrics = metrics
         self._is_elected = is_elected
         self._unserved = unserved
-        self._tell = tell
+        self._send = send
         self._most = MOST_COUNTED
         self._more_at = 0.0
         self._seen: dict[str, float] = {}  # queues, and when they last had something
@@ -66,15 +67,15 @@ class Gauges:
         try:
             samples = [*self._read()]
         except psycopg.errors.QueryCanceled:
-            self._tally.count("gauges_failures")
+            self._metrics.count("gauges_failures")
             self._count_less()
             return REST * (time.monotonic() - began)
         except Exception:
-            self._tally.count("gauges_failures")
+            self._metrics.count("gauges_failures")
             raise
         took = time.monotonic() - began
         samples.append((metrics.GAUGES_DURATION.name, [], took))
-        self._tell({"say": "gauges", "read_at": time.monotonic(), "samples": samples})
+        self._send({"say": "gauges", "read_at": time.monotonic(), "samples": samples})
         return max(EVERY_SECONDS, REST * took)
 
     def _count_less(self) -> None:
@@ -92,7 +93,7 @@ class Gauges:
         yield metrics.UNSERVED.name, [], float(self._unserved())
 
     def _empty(self, queues: Sequence[QueueStatistics]) -> Iterator[QueueStatistics]:
-        """Those that had something lately are told to have nothing: on a chart, zero is no gap."""
+        """Queues that had tasks lately are shown with zero, because a missing value would be a gap on a chart."""
         now = time.monotonic()
         self._seen = {queue: at for queue, at in self._seen.items() if now - at < REMEMBER_SECONDS}
         self._seen |= dict.fromkeys((each.queue for each in queues), now)
@@ -101,7 +102,9 @@ class Gauges:
 
 
 def of_queues(queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
-    """The longest ones; the rest together, and with it one of that name: a series must not be there twice."""
+    """The longest queues, and the rest together as `other`. A queue of that name belongs to the rest, so that no series
+    appears twice.
+    """
     by_length = sorted(queues, key=lambda each: (each.queue == OTHER, -each.length))
     most = MOST_NAMES["queue"]
     for each in by_length[:most]:
@@ -118,7 +121,7 @@ def _of_queue(name: str, queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
 
 
 def of_cluster(cluster: Cluster) -> Iterator[Sample]:
-    """What is not known is left out; nothing due, and no transaction, are ages of zero."""
+    """Unknown values are left out. If nothing is due, or no transaction is open, the age is zero."""
     figures: dict[Metric, float | None] = {
         metrics.SUBMITTED: cluster.submitted,
         metrics.DUE_LAG: cluster.due_lag_seconds or 0.0,

@@ -1,8 +1,9 @@
-"""The keeper: the child that keeps house for its daemon, and, when elected, for all of them.
+"""The keeper: the child that does the daemon's housekeeping, and, when elected, that of the whole cluster.
 
-For its daemon, always: it recovers what workers held that died, renews the leases of those that are alive, listens and
-rings the bell, and writes snapshots. When elected: it reaps, expires, prunes, and says which tasks nobody serves. It
-runs no user code and imports none. Each loop has a connection of its own, so that none of these waits for another.
+For its own daemon it always recovers the tasks of dead workers, renews the leases of living ones, listens for
+notifications and wakes workers, and writes snapshots. When elected it also reaps, expires, prunes, and reports tasks
+that no worker serves. It imports and runs no user code. Each loop has its own connection, so that none waits for
+another.
 """
 
 from __future__ import annotations
@@ -14,94 +15,91 @@ import select
 import signal
 import socket
 import time
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from tasklib.budget import BudgetCheck, daemon_budget
+from tasklib.budget import daemon_budget
 from tasklib.database import Database
-from tasklib.duties.census import Census
-from tasklib.duties.expirer import Expirer
-from tasklib.duties.janitor import DAY_SECONDS, Janitor, Retention
-from tasklib.duties.reaper import Reaper
-from tasklib.duties.rollups import Rollups
-from tasklib.duties.rota import Rota
-from tasklib.duties.snapshots import Limits, Snapshots, WorkerState
-from tasklib.duties.standstill import Standstill
+from tasklib.duties.duty_list import DutyList, DutyOptions
+from tasklib.duties.janitor import DAY_SECONDS, Retention
+from tasklib.duties.runner import DutyRunner
+from tasklib.duties.snapshots import ClaimSettings, Snapshots, WorkerState
 from tasklib.duties.statements import KeeperStatements
 from tasklib.errors import DatabaseUnavailable, TasklibError
 from tasklib.log import log
+from tasklib.runtime.loop import Loop
+from tasklib.runtime.metrics import Counts, WorkerMetrics
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
 from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.listener import Listener
-from tasklib.worker.loop import Loop
-from tasklib.worker.session import Session
-from tasklib.worker.tally import Counts, Tally
 from tasklib_daemon import gauges
-from tasklib_daemon.bell import Bell
+from tasklib_daemon.counters import CounterMetrics, from_json
 from tasklib_daemon.crashes import CrashReport, Recoveries
 from tasklib_daemon.election import Election, WhenElected
 from tasklib_daemon.gauges import Gauges
-from tasklib_daemon.ledger import LedgerTally, from_json
 from tasklib_daemon.signals import Signals
+from tasklib_daemon.wake import WakeSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from uuid import UUID
 
-    from tasklib.worker.loop import Service
+    from tasklib.duties.duty_list import Duty
+    from tasklib.runtime.loop import Service
     from tasklib_daemon.channel import Channel
-    from tasklib_daemon.ledger import Ledger
+    from tasklib_daemon.counters import Counters
     from tasklib_daemon.settings import Settings
 
 Message = dict[str, Any]
 
 TICK_SECONDS = 1.0
-FRESH_SECONDS = 5.0  # what the supervisor said of its workers; it says so every second
-ANSWER_SECONDS = 5.0  # the database has answered lately: the election asks every second or so
-CENSUS_SECONDS = 10.0  # also before the first: workers that have just started have to register
-DRAIN_SECONDS = 5.0  # for reports that wait, when it is told to stop
+FRESH_SECONDS = 5.0  # how long a list of workers is believed; the supervisor sends one every second
+ANSWER_SECONDS = 5.0  # the database is up if it has answered so lately; the election asks about every second
+UNSERVED_SECONDS = 10.0  # workers that have just started must register before the first look, too
+DRAIN_SECONDS = 5.0  # for recoveries that are waiting, when it is told to stop
 STOP_SECONDS = 5.0  # for its loops
-LISTEN_SECONDS = 1.0  # at a time: a stop may have to wait for it
+LISTEN_SECONDS = 1.0  # at a time, because a stop has to wait for it
 HOUR_SECONDS = 3600.0
 
 
-def run(settings: Settings, channel: Channel, ledger: Ledger | None = None) -> None:
-    """Until SIGTERM, or until there is no supervisor any more. Reports that wait are dealt with first, unless a second
+def run(settings: Settings, channel: Channel, counters: Counters | None = None) -> None:
+    """Run until SIGTERM, or until the supervisor is gone. Recoveries that are waiting are done first, unless a second
     SIGTERM comes.
     """
     signals = Signals([signal.SIGTERM])
     poll = select.poll()
     for each in (signals, channel):
         poll.register(each, select.POLLIN)
-    tally = Tally() if ledger is None else LedgerTally(ledger, "keeper")
-    with contextlib.closing(Keeper(settings, channel.send, tally)) as keeper:
+    metrics = WorkerMetrics() if counters is None else CounterMetrics(counters, "keeper")
+    with contextlib.closing(Keeper(settings, channel.send, metrics)) as keeper:
         keeper.start()
         while not signals.take() and not channel.is_closed:
             keeper.tick()
             poll.poll(1000 * (TICK_SECONDS if keeper.is_ready else 0.02))
-            keeper.hear(channel.receive(0))
-        keeper.hear(channel.receive(0))  # the last that was counted
+            keeper.receive(channel.receive(0))
+        keeper.receive(channel.receive(0))  # the last statistics
         until = time.monotonic() + DRAIN_SECONDS
         while keeper.is_recovering and not (signals.take() or channel.is_closed) and time.monotonic() < until:
-            keeper.hear(channel.receive(0.02))
+            keeper.receive(channel.receive(0.02))
 
 
 class Keeper:
-    """The parts of a keeper, and what they tell each other and the supervisor."""
+    """The parts of a keeper, and the messages between them and the supervisor."""
 
-    def __init__(self, settings: Settings, send: Callable[[Message], None], tally: Tally | None = None) -> None:
-        config = self._config = settings.config()
+    def __init__(
+        self, settings: Settings, send: Callable[[Message], None], metrics: WorkerMetrics | None = None
+    ) -> None:
+        config = settings.config()
+        self._settings = settings
         self._send = send
-        self._tally = tally = tally or Tally()
-        self._counts = Counts()  # what workers have counted, and is not written down yet
-        self._workers: list[Message] = []
-        self._workers_told = -FRESH_SECONDS
+        self._metrics = metrics or WorkerMetrics()
+        self._counts = Counts()  # what workers have counted, until it is in the statistics
+        self._workers = _ReportedWorkers()
         self.is_ready = False
-        self._told: tuple[float, Message] = (0.0, {})
-        self._boot = _Boot(Database(config), self._booted)
-        self._bell = Bell(settings.runtime_directory)
-        statements, own_statements = WorkerStatements(config), KeeperStatements(config)
+        self._last_state: tuple[float, Message] = (0.0, {})  # when it was sent, and which
+        self._wake_sender = WakeSender(settings.runtime_directory)
         self._sessions = {
             "duties": Session(config, "duties", settings="-c lock_timeout=2s"),
             "crashes": Session(config, "crashes", settings="-c lock_timeout=500ms"),
@@ -109,70 +107,82 @@ class Keeper:
             "listen": Session(config, "listen"),
             "gauges": Session(config, "gauges", settings=gauges.SETTINGS),
         }
-        self._connection_budget = daemon_budget(config, workers=settings.workers, concurrency=settings.concurrency)
-        duties, history = self._sessions["duties"], self._sessions["history"]
+        self._budget = daemon_budget(config, workers=settings.workers, concurrency=settings.concurrency)
+        self._make_services()
+        self._loops = self._make_loops()
+        self._schema_check = _SchemaCheck(Database(config), self._start_loops)
+        self._schema_loop = Loop("boot", self._schema_check)
+
+    def _make_services(self) -> None:
+        """Those that other parts ask or tell something."""
+        settings, config = self._settings, self._settings.config()
+        statements, own_statements = WorkerStatements(config), KeeperStatements(config)
+        duties, crashes = self._sessions["duties"], self._sessions["crashes"]
         self.election = Election(
             duties, own_statements, name="duties", holder=f"{settings.name}-{uuid4()}",
-            ttl_seconds=settings.election_ttl_seconds, tally=tally,
+            ttl_seconds=settings.election_ttl_seconds, metrics=self._metrics,
         )  # fmt: skip
         self.recoveries = Recoveries(
-            config,
-            self._sessions["crashes"],
-            statements,
-            own_statements,
-            on_recovered=self._tell_recovered,
-            tally=tally,
+            config, crashes, statements, own_statements, on_recovered=self._send_recovered, metrics=self._metrics
         )
-        self._cancels = _Cancels(self._sessions["crashes"], own_statements, self._tell_cancel)
+        self._cancels = _Cancels(crashes, own_statements, self._send_cancel)
         keep_dead = settings.retention.heartbeats_hours
-        reaper = Reaper(
-            config, duties, statements, keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS,
-            tally=tally,
+        options = DutyOptions(
+            settings.queues, self._budget, unserved_seconds=UNSERVED_SECONDS, retention=_retention(settings),
+            keep_dead_seconds=None if keep_dead is None else keep_dead * HOUR_SECONDS,
         )  # fmt: skip
-        self._census = Census(duties, statements, pause_seconds=CENSUS_SECONDS)
-        self._standstill = Standstill(config, duties, statements, settings.queues)
+        self._duties = DutyList(
+            config, options, duties, self._sessions["history"], metrics=self._metrics, take_counts=self._counts.take
+        )
         self._listener = Listener(
-            self._sessions["listen"], statements, settings.queues, on_ring=self._ring, on_cancel=self._cancel,
+            self._sessions["listen"], statements, settings.queues, on_ring=self._wake_worker, on_cancel=self._cancel,
             wait_seconds=LISTEN_SECONDS,
         )  # fmt: skip
-        self._rollups = Rollups(config, history, self._counts.take)
-        self._loops = {
-            "crashes": Loop("crashes", _AtOnce([self.recoveries, self._cancels])),
-            "listen": Loop("listen", self._listener),
-            "duties": Loop("duties", Rota([
-                self.election,
-                BudgetCheck(duties, self._connection_budget),
-                _Renewals(duties, own_statements, self._alive, config.lease_seconds),
-                WhenElected(self.election, reaper),
-                WhenElected(self.election, Expirer(duties, statements, tally)),
-                WhenElected(self.election, self._census, after_seconds=CENSUS_SECONDS),
-                self._standstill,
-            ], on_refusal=functools.partial(tally.failed, "duties", "refused"))),
-            "history": Loop("history", Rota([
-                Snapshots(
-                    history, own_statements, _limits(settings), take=self._states,
-                    every_seconds=settings.snapshot_seconds,
-                ),
-                self._rollups,
-                WhenElected(self.election, Janitor(history, own_statements, _retention(settings))),
-            ], on_refusal=functools.partial(tally.failed, "history", "refused"))),
-            "gauges": Loop("gauges", Gauges(
-                config, self._sessions["gauges"], tally, is_elected=self.election.is_held,
-                unserved=lambda: len(self._census.unserved), tell=send,
-            )),
-        }  # fmt: skip
-        for role, loop in self._loops.items():
-            loop.on_failure = tally.failed
-            loop.answers = functools.partial(getattr, self._sessions[role], "answers")
-        self._boot_loop = Loop("boot", self._boot)
 
-    # --- coming and going ---
+    def _duties_for_keeper(self) -> dict[str, list[Service]]:
+        """All duties, in the order in which they run, by the session that they use."""
+        settings, config = self._settings, self._settings.config()
+        session, history = self._sessions["duties"], self._sessions["history"]
+        statements = KeeperStatements(config)
+        snapshots = Snapshots(
+            history, statements, _claim_settings(settings), take=self._workers.states,
+            every_seconds=settings.snapshot_seconds,
+        )  # fmt: skip
+        renewals = _Renewals(session, statements, self._workers.alive, config.lease_seconds)
+        return {
+            "duties": [self.election, renewals, *map(self._when_elected, self._duties.current)],
+            "history": [snapshots, *map(self._when_elected, self._duties.history)],
+        }
+
+    def _when_elected(self, duty: Duty) -> Service:
+        if not duty.once_per_cluster:
+            return duty.service
+        return WhenElected(self.election, duty.service, after_seconds=duty.after_seconds)
+
+    def _make_loops(self) -> dict[str, Loop]:
+        services: dict[str, Service] = {
+            "crashes": _AtOnce([self.recoveries, self._cancels]),
+            "listen": self._listener,
+            "gauges": Gauges(
+                self._settings.config(), self._sessions["gauges"], self._metrics, is_elected=self.election.is_held,
+                unserved=lambda: len(self._duties.unserved_names.unserved), send=self._send,
+            ),
+        }  # fmt: skip
+        for role, duties in self._duties_for_keeper().items():
+            services[role] = DutyRunner(duties, on_refusal=functools.partial(self._metrics.failed, role, "refused"))
+        loops = {role: Loop(role, service) for role, service in services.items()}
+        for role, loop in loops.items():
+            loop.on_failure = self._metrics.failed
+            loop.answers = functools.partial(getattr, self._sessions[role], "answers")
+        return loops
+
+    # --- start and stop ---
 
     def start(self) -> None:
-        """The loops begin when the schema has been seen to fit; a database that is away is waited for."""
-        self._boot_loop.start()
+        """The loops start when the schema is known to fit. A database that is away is waited for."""
+        self._schema_loop.start()
 
-    def _booted(self) -> None:
+    def _start_loops(self) -> None:
         for loop in self._loops.values():
             loop.start()
         log.info("keeper.started")
@@ -182,115 +192,130 @@ class Keeper:
         return self.recoveries.is_waiting
 
     def close(self) -> None:
-        self._boot_loop.stop()  # first: it is who starts the others
-        self._boot_loop.join(STOP_SECONDS)
+        self._schema_loop.stop()  # first, because it starts the others
+        self._schema_loop.join(STOP_SECONDS)
         for loop in self._loops.values():
             loop.stop()
         until = time.monotonic() + STOP_SECONDS
         for role, loop in self._loops.items():
-            self._leave(role, loop, max(until - time.monotonic(), 0.0))
+            self._close_loop(role, loop, max(until - time.monotonic(), 0.0))
         log.info("keeper.stopped")
 
-    def _leave(self, role: str, loop: Loop, seconds: float) -> None:
-        """A loop that does not end, because the database does not answer, keeps what it uses."""
+    def _close_loop(self, role: str, loop: Loop, seconds: float) -> None:
+        """A loop that does not end, because the database does not answer, keeps its session."""
         if loop.is_alive():
             loop.join(seconds)
         if loop.is_alive():
             return
         if role == "duties":
-            with contextlib.suppress(Exception):  # then its term runs out by itself
+            with contextlib.suppress(Exception):  # then its term runs out
                 self.election.resign()
         if role == "listen":
-            self._bell.close()
+            self._wake_sender.close()
         if role == "history":
-            self._write_down()
+            self._write_last_statistics()
         self._sessions[role].close()
 
-    def _write_down(self) -> None:
+    def _write_last_statistics(self) -> None:
         try:
-            self._rollups.run_once()
-        except Exception as error:  # noqa: BLE001 - then the last seconds are missing in the statistics
+            self._duties.rollups.run_once()
+        except Exception as error:  # noqa: BLE001 - then the statistics lack the last seconds
             log.warning("statistics.lost", error=str(error).partition("\n")[0])
 
-    # --- what it hears ---
+    # --- messages from the supervisor ---
 
-    def hear(self, messages: list[Message]) -> None:
+    def receive(self, messages: list[Message]) -> None:
         for message in messages:
             try:
-                self._hear(message)
+                self._handle(message)
             except (KeyError, TypeError, ValueError) as error:
-                log.error("message.nonsense", say=str(message.get("say")), error=f"{type(error).__name__}: {error}")
+                log.error("message.rejected", say=str(message.get("say")), error=f"{type(error).__name__}: {error}")
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message["say"]:
             case "died":
                 self.recoveries.add(CrashReport.from_json(message["report"]))
                 self._loops["crashes"].wake()
             case "workers":
-                self._workers = [each for each in message["workers"] if each.get("worker_id")]
-                self._workers_told = time.monotonic()
+                self._workers.take(message["workers"])
             case "counted":
                 self._counts.add(from_json(message["amounts"]))
 
-    def _fresh_workers(self) -> list[Message]:
-        """Nothing, if the supervisor has fallen silent: nobody knows then who is alive."""
-        return self._workers if time.monotonic() - self._workers_told < FRESH_SECONDS else []
-
-    def _alive(self) -> list[str]:
-        return [each["worker_id"] for each in self._fresh_workers() if not each.get("is_hung")]
-
-    def _states(self) -> list[WorkerState]:
-        return [_state(each) for each in self._fresh_workers()]
-
-    # --- what it tells ---
+    # --- messages to the supervisor and to workers ---
 
     def tick(self) -> None:
-        """Every second, and when something has changed. Raises what makes it impossible to go on."""
-        if self._boot.error is not None:
-            raise self._boot.error
-        if not self._boot.has_tried:
+        """Report the state every second, and whenever it has changed. Raises an error that makes it impossible to go
+        on.
+        """
+        if self._schema_check.error is not None:
+            raise self._schema_check.error
+        if not self._schema_check.has_tried:
             return
         if not self.is_ready:
             self.is_ready = True
             self._send({"say": "ready"})
-        self._tally.rounds({name: loop.beats for name, loop in self._loops.items()})
-        state = self._state()
-        told_at, told = self._told
-        if state != told or time.monotonic() - told_at >= TICK_SECONDS:
-            self._told = (time.monotonic(), state)
+        self._metrics.rounds({name: loop.beats for name, loop in self._loops.items()})
+        state, now = self._state(), time.monotonic()
+        sent_at, last = self._last_state
+        if state != last or now - sent_at >= TICK_SECONDS:
+            self._last_state = (now, state)
             self._send(state)
 
     def _state(self) -> Message:
+        is_elected = self.election.is_held()
         return {
             "say": "state",
             "database": time.monotonic() - self.election.answered < ANSWER_SECONDS,
             "listening": self._listener.is_heard,
-            "elected": self.election.is_held(),
-            "term": self.election.term if self.election.is_held() else None,
-            "unserved": self._census.unserved if self.election.is_held() else [],
-            "unclaimable": self._standstill.hidden,
+            "elected": is_elected,
+            "term": self.election.term if is_elected else None,
+            "unserved": self._duties.unserved_names.unserved if is_elected else [],
+            "unclaimable": self._duties.standstill.hidden,
             "connections": sum(session.is_connected for session in self._sessions.values()),
-            "budget": self._connection_budget.total,
+            "budget": self._budget.total,
         }
 
-    def _tell_recovered(self, report: CrashReport, seconds: float) -> None:
+    def _send_recovered(self, report: CrashReport, seconds: float) -> None:
         self._send({"say": "recovered", "worker_id": report.worker_id, "pid": report.pid, "seconds": round(seconds, 4)})
 
-    def _tell_cancel(self, task_id: UUID, token: int) -> None:
+    def _send_cancel(self, task_id: UUID, token: int) -> None:
         self._send({"say": "cancel", "task_id": str(task_id), "token": token})
 
-    def _ring(self) -> None:
-        self._tally.count("rings")
-        self._bell.ring()
+    def _wake_worker(self) -> None:
+        self._metrics.count("rings")
+        self._wake_sender.ring()
 
     def _cancel(self, task_id: UUID) -> None:
-        self._bell.cancel(task_id)
+        self._wake_sender.cancel(task_id)
         self._cancels.add(task_id)
         self._loops["crashes"].wake()
 
 
+class _ReportedWorkers:
+    """The workers, as the supervisor last reported them. After a long silence of the supervisor the list is empty:
+    then it is not known which workers live.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Message] = []
+        self._taken_at = -FRESH_SECONDS
+
+    def take(self, workers: list[Message]) -> None:
+        self._workers = [each for each in workers if each.get("worker_id")]
+        self._taken_at = time.monotonic()
+
+    def _fresh(self) -> list[Message]:
+        return self._workers if time.monotonic() - self._taken_at < FRESH_SECONDS else []
+
+    def alive(self) -> list[str]:
+        return [each["worker_id"] for each in self._fresh() if not each.get("is_hung")]
+
+    def states(self) -> list[WorkerState]:
+        return [_worker_state(each) for each in self._fresh()]
+
+
 class _AtOnce:
-    """Services of one loop that are asked at every round."""
+    """Services of one loop that all run in every round."""
 
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = services
@@ -301,27 +326,27 @@ class _AtOnce:
 
 
 class _Cancels:
-    """Anybody may notify: whether a task was asked to stop, and which run of it, is for the database to say."""
+    """Any client may notify. The database says whether a task was really cancelled, and which run of it."""
 
-    def __init__(self, session: Session, statements: KeeperStatements, tell: Callable[[UUID, int], None]) -> None:
+    def __init__(self, session: Session, statements: KeeperStatements, send: Callable[[UUID, int], None]) -> None:
         self._session = session
         self._statements = statements
-        self._tell = tell
-        self._heard: queue.SimpleQueue[UUID] = queue.SimpleQueue()
+        self._send = send
+        self._notified: queue.SimpleQueue[UUID] = queue.SimpleQueue()
 
     def add(self, task_id: UUID) -> None:
-        self._heard.put(task_id)
+        self._notified.put(task_id)
 
     def run_once(self) -> float | None:
-        heard = {self._heard.get() for _ in range(self._heard.qsize())}
-        if heard:
-            for task_id, token in self._session.run(self._statements.asked_to_stop([*heard])):
-                self._tell(task_id, token)
+        notified = {self._notified.get() for _ in range(self._notified.qsize())}
+        if notified:
+            for task_id, token in self._session.run(self._statements.asked_to_stop([*notified])):
+                self._send(task_id, token)
         return None
 
 
-class _Boot:
-    """Sees once whether the schema fits."""
+class _SchemaCheck:
+    """Checks once whether the schema fits this version."""
 
     def __init__(self, database: Database, on_fit: Callable[[], None]) -> None:
         self._database = database
@@ -344,7 +369,7 @@ class _Boot:
 
 
 class _Renewals:
-    """For workers that are alive: a task that holds the interpreter's lock keeps its own worker from renewing."""
+    """Renews leases for living workers: a task that holds the interpreter's lock keeps its own worker from it."""
 
     def __init__(
         self, session: Session, statements: KeeperStatements, alive: Callable[[], list[str]], lease_seconds: float
@@ -362,7 +387,8 @@ class _Renewals:
         return self._pause_seconds
 
 
-def _state(worker: Message) -> WorkerState:
+def _worker_state(worker: Message) -> WorkerState:
+    started_at = worker.get("started_at")
     return WorkerState(
         worker_id=worker["worker_id"],
         hostname=socket.gethostname(),
@@ -371,14 +397,8 @@ def _state(worker: Message) -> WorkerState:
         tasks_claimed=worker.get("claimed", 0),
         memory_bytes=worker.get("memory_bytes"),
         cpu_percent=worker.get("cpu_percent"),
-        started_at=_moment(worker.get("started_at")),
+        started_at=None if started_at is None else datetime.fromisoformat(started_at),
     )
-
-
-def _moment(given: str | float | None) -> datetime | None:
-    if given is None or isinstance(given, str):
-        return None if given is None else datetime.fromisoformat(given)
-    return datetime.fromtimestamp(given, UTC)
 
 
 def _retention(settings: Settings) -> Retention:
@@ -389,7 +409,7 @@ def _retention(settings: Settings) -> Retention:
     ))  # fmt: skip
 
 
-def _limits(settings: Settings) -> Limits:
+def _claim_settings(settings: Settings) -> ClaimSettings:
     config = settings.config()
     per_worker = None if settings.buffer_size is None else settings.concurrency + settings.buffer_size
     recovery = {
@@ -404,4 +424,4 @@ def _limits(settings: Settings) -> Limits:
         "election_ttl_seconds": settings.election_ttl_seconds,
         "retention": settings.retention.model_dump(),
     }
-    return Limits(settings.queues, CLAIM_LIMIT, per_worker, recovery)
+    return ClaimSettings(settings.queues, CLAIM_LIMIT, per_worker, recovery)

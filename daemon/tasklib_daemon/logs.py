@@ -1,8 +1,8 @@
 """The daemon's logs: one line per event, as JSON, or for people on a terminal.
 
-Each process calls `configure` once, after its fork. The library's own events, the application's structlog and plain
-logging come out alike, with the id, name, queue and attempt of the task that logs. An attempt ends with one canonical
-line: it alone has an `outcome`. Secrets that the settings know, and passwords in URLs, are struck out of every line.
+Each process calls `configure` once, after its fork. Events of the library, of structlog and of plain logging look
+alike, and carry the id, name, queue and attempt of the task that logs them. An attempt ends with one canonical line,
+the only one with an `outcome`. Known secrets, and passwords in URLs, are removed from every line.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 OUR_LOGGERS = ("tasklib", "tasklib.tasks", "tasklib_daemon")
 _TASK_LEVELS = {"all": logging.NOTSET, "failures": logging.WARNING, "none": logging.CRITICAL + 1}
-STUCK_SECONDS = 0.2  # as long as a line waits for a reader who does not read; the next ones wait no more
+STUCK_SECONDS = 0.2  # how long a line waits for a reader that does not read; the next lines do not wait
 MAX_TEXT = 16 * 1024
 
 _sink: Sink | None = None
 
 
 def _hand_over(_logger: Any, _method: str, event: Event) -> tuple[tuple[str], dict[str, Any]]:
-    """From structlog to logging, with its values beside the text."""
+    """Pass an event from structlog to logging, with its values."""
     exc_info = event.pop("exc_info", None)
     values = {**event, "event": str(event.get("event", ""))}
     return (values["event"].replace("%", "%%"),), {"extra": {"tasklib": values}, "exc_info": exc_info}
@@ -61,8 +61,8 @@ log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 """For the daemon's own events: `log.warning("worker.killed", pid=4711)`."""
 
 
-class Plan(NamedTuple):
-    """How a process is to log: of plain values, for a message."""
+class LogPlan(NamedTuple):
+    """How a process logs, as plain values, so that it can be sent to another process."""
 
     process: str
     level: str
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
     tasks: str
 
     @classmethod
-    def of(cls, settings: Settings, process: str) -> Plan:
+    def of(cls, settings: Settings, process: str) -> LogPlan:
         file = None if settings.log.file is None else str(settings.log.file)
         return cls(
             process, settings.log.level.upper(), file, _is_console(settings), settings.secrets(), settings.log.tasks
@@ -80,16 +80,16 @@ class Plan(NamedTuple):
 
 
 def configure(settings: Settings, process: str = "supervisor") -> None:
-    """Send everything that is logged in this process to the one place. InvalidConfig, if the file cannot be opened."""
-    _follow(Plan.of(settings, process))
+    """Send all logs of this process to one sink. Raises InvalidConfig if the file cannot be opened."""
+    _apply(LogPlan.of(settings, process))
 
 
 def configure_isolated(*plan: Any) -> None:
-    """In the fork server of a worker, and again in each of its children: the file may have been renamed meanwhile, and
-    the application may have set up logging. One that was forked off its worker has its worker's name until now.
+    """Called in the fork server of a worker, and again in each of its children: the file may have been renamed
+    meanwhile, and the application may have set up logging. A forked process has the name of its worker until now.
     """
     if _sink is None:
-        _follow(Plan(*plan))
+        _apply(LogPlan(*plan))
         return
     reopen()
     revive()
@@ -98,18 +98,18 @@ def configure_isolated(*plan: Any) -> None:
     for name in (None, *OUR_LOGGERS):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, _Handler):
-                handler.follow(_processors(Plan(*plan)))
+                handler.use(_processors(LogPlan(*plan)))
 
 
-def _follow(plan: Plan) -> None:
-    global _sink  # noqa: PLW0603 - as logging itself, one for the process
+def _apply(plan: LogPlan) -> None:
+    global _sink  # noqa: PLW0603 - one for the process, like logging itself
     _sink = _sink or Sink(None if plan.file is None else Path(plan.file))
     handler = _Handler(_sink, _processors(plan))
     for name in (None, *OUR_LOGGERS):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(plan.level)
-        logger.propagate = False  # ours come out whatever an application does to the root
+        logger.propagate = False  # our events come out whatever an application does to the root logger
     task_logger.setLevel(max(task_logger.level, _TASK_LEVELS[plan.tasks]))
     logging.captureWarnings(True)  # noqa: FBT003 - its only parameter
     structlog.configure(
@@ -123,24 +123,26 @@ def _follow(plan: Plan) -> None:
 
 
 def revive() -> None:
-    """After the import of an application: `logging.config` switches off the loggers that it is not told about."""
+    """After the import of an application: `logging.config` disables loggers that it does not know."""
     for name in OUR_LOGGERS:
         logging.getLogger(name).disabled = False
 
 
 def reopen() -> None:
-    """The file may have been renamed: go on in a new one. Safe in a signal handler."""
+    """Open the file again, because it may have been renamed. Safe in a signal handler."""
     if _sink is not None:
         _sink.reopen()
 
 
 def fileno() -> int:
-    """Where the lines go: for faulthandler, which writes by itself."""
+    """The descriptor of the sink, for faulthandler, which writes by itself."""
     return _sink.fileno() if _sink is not None else 2
 
 
 class Sink:
-    """Where lines go. A reader who does not read costs lines, never progress; how many is told afterwards."""
+    """Writes lines. If the reader does not read, lines are dropped, and their number is logged afterwards. Logging
+    never blocks the process for long.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -150,13 +152,13 @@ class Sink:
         self.dropped = 0
         self._lock = threading.RLock()  # a signal handler may log while its own thread does
         os.register_at_fork(after_in_child=self._after_fork)
-        self._open_anew()
+        self._open()
 
     def fileno(self) -> int:
         return self._fd
 
     def reopen(self) -> None:
-        """The new file takes the place of the old one's descriptor at once: no lock is needed."""
+        """The new file takes over the old descriptor in one step, so no lock is needed."""
         if self._path is None:
             return
         try:
@@ -168,13 +170,13 @@ class Sink:
             self._fd = os.dup(opened)
         os.dup2(opened, self._fd, inheritable=False)
         os.close(opened)
-        self._identity = _identity(self._fd)
+        self._identity = identity(self._fd)
 
     def write(self, line: str) -> None:
         data = line.encode("utf-8", "backslashreplace")
         with self._lock:
             if not self._is_ours():
-                self._open_anew()
+                self._open()
             if self._is_stuck and self._has_room(0):
                 self._is_stuck = False
                 told, self.dropped = self.dropped, 0
@@ -183,7 +185,7 @@ class Sink:
                 self.dropped += 1
 
     def _send(self, data: bytes) -> bool:
-        """False: dropped. If a part was sent, the next line begins on a line of its own."""
+        """False: the line was dropped. If a part of it was sent, the next one begins on a new line."""
         deadline = time.monotonic() + STUCK_SECONDS
         data = b"\n" + data if self._is_torn else data
         whole = len(data)
@@ -194,7 +196,7 @@ class Sink:
                 if not self._has_room(max(deadline - time.monotonic(), 0)):
                     self._is_stuck = True
                     break
-            except OSError:  # nobody reads any more, or the disk is full
+            except OSError:  # the reader is gone, or the disk is full
                 break
         self._is_torn = 0 < len(data) < whole or (self._is_torn and len(data) == whole)
         return not data
@@ -208,17 +210,17 @@ class Sink:
         return bool(poll.poll(seconds * 1000))
 
     def _is_ours(self) -> bool:
-        """A task may have closed what it found open; then the number is soon that of a connection to PostgreSQL."""
-        return self._identity == _identity(self._fd)
+        """A task may have closed all descriptors. Then this number may soon be a connection to PostgreSQL."""
+        return self._identity == identity(self._fd)
 
-    def _open_anew(self) -> None:
+    def _open(self) -> None:
         if self._socket is not None:
-            self._socket.detach()  # else it would close a descriptor that is somebody else's now
+            self._socket.detach()  # otherwise it would close a descriptor that another file has now
             self._socket = None
-        self._fd = self._open()
-        self._identity = _identity(self._fd)
+        self._fd = self._new_descriptor()
+        self._identity = identity(self._fd)
 
-    def _open(self) -> int:
+    def _new_descriptor(self) -> int:
         if self._path is not None:
             try:
                 return _open_file(self._path)
@@ -231,10 +233,11 @@ class Sink:
         return _unblocked(2) if stat.S_ISFIFO(kind) else 2
 
     def _after_fork(self) -> None:
-        self._lock = threading.RLock()  # another thread of the parent's may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held it
 
 
-def _identity(descriptor: int) -> tuple[int, int] | None:
+def identity(descriptor: int) -> tuple[int, int] | None:
+    """Which file this is. Another file may get the number of a closed descriptor."""
     try:
         about = os.fstat(descriptor)
     except OSError:
@@ -247,7 +250,7 @@ def _open_file(path: Path) -> int:
 
 
 def _unblocked(pipe: int) -> int:
-    """The pipe itself is shared with strangers, who do not expect it to be non-blocking; this way in is ours."""
+    """Other processes share the pipe, and do not expect it to be non-blocking. So open it once more for us alone."""
     try:
         return os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -255,14 +258,14 @@ def _unblocked(pipe: int) -> int:
 
 
 class _Handler(logging.Handler):
-    """It has nothing to close: an application that sets up its own logging closes every handler that it finds."""
+    """It has nothing to close: an application that sets up logging closes every handler that it finds."""
 
     def __init__(self, sink: Sink, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
         super().__init__()
         self._sink = sink
-        self.follow(processors)
+        self.use(processors)
 
-    def follow(self, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
+    def use(self, processors: Iterable[Callable[[Any, str, Any], Any]]) -> None:
         self._processors = tuple(processors)
 
     def createLock(self) -> None:  # noqa: N802 - logging's name
@@ -274,12 +277,12 @@ class _Handler(logging.Handler):
             for process in self._processors:
                 event = process(None, record.levelname.lower(), event)
             self._sink.write(event)
-        except Exception:  # noqa: BLE001 - a line that cannot be written must not end who logs it
+        except Exception:  # noqa: BLE001 - a line that cannot be written must not end its task
             self.handleError(record)
 
 
 def _event_of(record: logging.LogRecord) -> Event:
-    """As structlog sees it: the library's events and structlog's carry their values, others have a text alone."""
+    """The record as a structlog event. Those of the library and of structlog carry values; others only have a text."""
     values = record.__dict__.get("tasklib")
     event: Event = dict(values) if isinstance(values, dict) else {"event": record.getMessage()}
     if values is None:
@@ -299,7 +302,7 @@ def _uncaught(kind: type[BaseException], error: BaseException | None, trace: Any
 # --- what happens to a line ---
 
 
-def _processors(plan: Plan) -> list[Callable[[Any, str, Any], Any]]:
+def _processors(plan: LogPlan) -> list[Callable[[Any, str, Any], Any]]:
     return [
         _canonical,
         structlog.processors.format_exc_info,
@@ -315,7 +318,7 @@ def _is_console(settings: Settings) -> bool:
 
 
 def _canonical(_logger: Any, _method: str, event: Event) -> Event:
-    """The line that ends an attempt. A task that was given back unrun had none."""
+    """Mark the line that ends an attempt. A task that was given back before it ran had no attempt."""
     noun, _, verb = str(event.get("event")).partition(".")
     if noun == "task" and "attempt" in event and "seconds" in event and verb != "released":
         event["outcome"] = verb
@@ -346,7 +349,7 @@ def _redacting(secrets: Iterable[str]) -> Callable[[Any, str, str], str]:
 def _json(_logger: Any, _method: str, event: Event) -> str:
     try:
         return to_json(event, fallback=repr, inf_nan_mode="strings").decode() + "\n"
-    except Exception:  # noqa: BLE001 - bytes that are no text, half of a character, a list that holds itself
+    except Exception:  # noqa: BLE001 - bytes that are no text, half a character, a list that contains itself
         plain = {key: value if type(value) is str and value.isascii() else ascii(value) for key, value in event.items()}
         return to_json(plain).decode() + "\n"
 
@@ -355,7 +358,7 @@ _COLOURS = {"warning": "33", "error": "31", "critical": "31"}
 
 
 def _console(_logger: Any, _method: str, event: Event) -> str:
-    """Time, level, event, then the values. What is not printable is written out: a log must not steer a terminal."""
+    """Time, level, event, values. Unprintable characters are escaped: a log must not control a terminal."""
     values = dict(event)
     moment, level, name = values.pop("timestamp"), values.pop("level"), values.pop("event")
     trace = values.pop("exception", None)

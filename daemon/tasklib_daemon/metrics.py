@@ -1,11 +1,11 @@
-"""Every metric, named once: what it is called, what it means, its unit, and which labels it has.
+"""Every metric, defined once: its name, meaning, unit and labels.
 
-Labels are bounded. Names of tasks and queues are the application's, at most so many of each, and of a task beside a
-queue; the rest is `other`. All other labels have few values that are ours. Never a task id, never a value of a user's.
+Labels are bounded. The names of tasks and queues come from the application: only so many of each, and of pairs of them,
+become labels; the rest is `other`. All other labels have a few values of our own. No label is a task id or a user's
+value.
 
-What workers and the keeper count comes under the `word` of a metric, from their ledgers; the rest is made from the
-supervisor's status, or read from the database by the elected keeper (`is_cluster`): once for all daemons. Pure, and
-nothing but the standard library: the supervisor imports it too.
+Workers and the keeper count under the `word` of a metric, in their counters. The other metrics are made from the
+supervisor's status, or are read from the database by the elected keeper, once for all daemons (`is_cluster`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from tasklib.outcomes import AttemptOutcome
-from tasklib.worker.tally import BATCHES, SECONDS, STATEMENT_SECONDS, Found
+from tasklib.runtime.metrics import BATCHES, SECONDS, STATEMENT_SECONDS, Found
 from tasklib_daemon.plan import Cause
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Kind = Literal["counter", "gauge", "histogram"]
 PREFIX = "tasklib_"
 MOST_NAMES = {"task": 200, "queue": 100}  # then: OTHER
-# Of a task and its queue; then the task's queue is OTHER. A histogram is twenty series for each: with a queue for each
-# customer, twenty tasks would be two thousand pairs, and took 0.7 s to write out at every scrape.
+# Pairs of a task and its queue; then the queue is OTHER. A histogram has twenty series for each pair. With one queue
+# per customer, twenty tasks made two thousand pairs, and each scrape took 0.7 s.
 MOST_PAIRS = 200
 PAIR = ("task", "queue")
 OTHER = "other"
@@ -32,7 +32,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    name: str  # without the prefix, and of a counter without `_total`
+    name: str  # without the prefix, and without the `_total` of a counter
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     word: str | None = None
     is_cluster: bool = False
-    values: tuple[str, ...] = ()  # of its last label: all are told from the start, or as soon as the others are known
+    values: tuple[str, ...] = ()  # of its last label; all are shown as soon as the other labels are known
 
     @property
     def full_name(self) -> str:
@@ -48,12 +48,12 @@ class Metric:
 
     @property
     def size(self) -> int:
-        """How many numbers it takes in a ledger."""
+        """How many numbers it takes in the counters."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
     @property
     def open_labels(self) -> tuple[str, ...]:
-        """Those whose values are not known beforehand."""
+        """The labels whose values are not known beforehand."""
         return self.labels[:-1] if self.values else self.labels
 
 
@@ -99,7 +99,7 @@ RETRIED = _counted(
 FAILED = _counted("tasks_failed", "failed", "Tasks that failed for good.", "task", "queue")
 LOST = _counted(
     "tasks_lost", "lost",
-    "Tasks taken back from a worker that died under its supervisor (worker_died), or that was not heard of any more, "
+    "Tasks taken back from a worker that died under its supervisor (worker_died), or that renewed its lease no more, "
     "or held a task past its lock (lease_expired).",
     "cause", values=("worker_died", "lease_expired"),
 )  # fmt: skip
@@ -107,7 +107,8 @@ RELEASED = _counted("tasks_released", "released", "Tasks given back without havi
 EXPIRED = _counted("tasks_expired", "expired", "Tasks that were not started before their expires_at.")
 SUSPECTED = _counted(
     "tasks_suspected", "suspected",
-    "Tasks that executed when their worker died, and run apart from others the next time.", "task",
+    "Tasks that were executing when their worker died, or that two dead workers held. They run apart from others the "
+    "next time.", "task",
 )  # fmt: skip
 BURIED = _counted("tasks_buried", "buried", "Tasks that killed their workers too often, kept for a person.", "task")
 DURATION = _counted(
@@ -185,13 +186,13 @@ START_TIME = _gauge(
     "process_start_time_seconds", "When each process began, since 1970.", "role", "slot", unit="seconds"
 )
 RESTARTS = Metric(
-    "process_restarts", "counter", "How often a child was started again, after a death that nobody had asked for.",
+    "process_restarts", "counter", "How often a child was started again, after an unexpected death.",
     ("role", "slot"), "restarts",
 )  # fmt: skip
 DATABASE_UP = _gauge("database_up", "1 while the database answers the keeper.")
-LISTENER_UP = _gauge("listener_up", "1 while notifications are heard; 0: new tasks are found by the poll alone.")
+LISTENER_UP = _gauge("listener_up", "1 while the daemon receives notifications; 0: only the poll finds new tasks.")
 NOTIFICATIONS = _counted(
-    "notifications", "rings", "Notifications of work that the daemon has heard.", unit="notifications"
+    "notifications", "rings", "Notifications of new tasks that the daemon has received.", unit="notifications"
 )
 ELECTED = _gauge("elected", "1 for the daemon that does what is done once for all of them.")
 ELECTION_TERM = _gauge("election_term", "The term of office; only while elected.")
@@ -264,8 +265,8 @@ BY_NAME = {metric.name: metric for metric in ALL}
 
 
 class Bounds:
-    """Which names may be labels: the first that come, so many of each kind, and so many tasks beside queues. What was
-    let in stays, and what was not never is: a counter's counts do not change places.
+    """Which names may be labels: the first ones, up to a bound for each kind and for pairs. The choice is final, so
+    that the counts of one name never move to another series.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Preload: the application is imported once, before the fork, and its memory is shared. What must not be forked is
-refused: threads, which would be missing in the children, and connections, which they would all write to.
+"""Preload: the application is imported once, before the fork, and its memory is shared. Threads are refused, because
+the children would not have them, and so are connections, because all children would write to them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasklib_daemon import kernel, logs
-from tasklib_daemon.exits import Exit, ExitCode
+from tasklib_daemon import linux, logs
+from tasklib_daemon.exit_codes import Exit, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ def import_app(settings: Settings) -> None:
 
 
 def _refuse_threads() -> None:
-    threads = max(kernel.threads_of_this_process(), threading.active_count())
+    threads = max(linux.threads_of_this_process(), threading.active_count())
     if threads > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         told = f" ({', '.join(names)})" if names else ""
@@ -55,7 +55,7 @@ def _refuse_connections(settings: Settings) -> None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Copies, so that they can be closed."""
+    """Duplicates, which can be closed."""
     for name in [*Path("/dev/fd").iterdir()] if Path("/dev/fd").exists() else []:
         with contextlib.suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(name.name)).st_mode):
@@ -75,7 +75,7 @@ def _where(connected: socket.socket) -> str:
 
 
 def _ports(settings: Settings) -> frozenset[int]:
-    from psycopg.conninfo import conninfo_to_dict  # noqa: PLC0415 - only where somebody preloads
+    from psycopg.conninfo import conninfo_to_dict  # noqa: PLC0415 - only needed for preload
 
     port = str(conninfo_to_dict(settings.config().database_url).get("port") or "")
     return POSTGRESQL_PORTS | {int(each) for each in port.split(",") if each.isdigit()}

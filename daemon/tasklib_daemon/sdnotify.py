@@ -1,8 +1,8 @@
-"""What a service manager is told: systemd's notify protocol (sd_notify(3)), in datagrams to a socket that it names.
+"""Notifies a service manager: systemd's protocol (sd_notify(3)), with datagrams to a socket that the manager names.
 
-The supervisor tells it at the end of each round. So a loop that hangs, or fails each time, tells nothing: the watchdog
-sees it, and no timeout is extended any more. Nothing here ever waits; what cannot be told now is told in a later round.
-Without a manager it does nothing.
+The supervisor notifies at the end of each round. If its loop hangs, or fails every time, the manager gets no message:
+its watchdog notices, and its timeouts are not extended. Nothing here waits; a message that cannot be sent now is sent
+in a later round. Without a manager it does nothing.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ Phase = Literal["starting", "running", "reloading", "stopping"]
 
 EXTENSION_SECONDS = 30.0  # how long the loop may be silent while it starts, reloads or drains
 EXTEND_EVERY_SECONDS = 1.0
-PINGS = 3  # in the time that the watchdog allows: some may be late
+PINGS = 3  # per watchdog interval, because some may be late
 _WORDS: dict[Phase, str] = {"running": "READY=1", "stopping": "STOPPING=1"}
 
 
 class ServiceManager:
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        """Its variables are taken out of the environment: what tasks start must not speak for the daemon."""
+        """Its variables are removed from the environment: processes that tasks start must not notify in our name."""
         self._address = environment.pop("NOTIFY_SOCKET", "")
-        if self._address.startswith("@"):  # a name that is in no file system
+        if self._address.startswith("@"):  # an abstract socket, outside the file system
             self._address = "\0" + self._address[1:]
         self._ping_every = _watchdog_seconds(environment) / PINGS
         self._ping_at = 0.0
         self._extend_at = 0.0
-        self._told: Phase = "starting"
+        self._sent_phase: Phase = "starting"
         self._headline = ""
-        self._has_reload_to_tell = False
-        self._is_deaf = False
+        self._has_new_reload = False
+        self._is_unreachable = False
 
     def note_reload(self) -> None:
-        """One begins. It may be over in the same round: a manager that asked for it waits for the word all the same."""
-        self._has_reload_to_tell = True
+        """A reload begins. It may be over in the same round, and the manager waits for the message all the same."""
+        self._has_new_reload = True
 
-    def tell(self, phase: Phase, headline: str, now: float, *, extends: bool = True) -> None:
-        """What is new, and that the loop goes on. `extends`: it gets on with its start, reload or stop."""
+    def notify(self, phase: Phase, headline: str, now: float, *, extends: bool = True) -> None:
+        """Send what has changed, and that the loop runs. `extends`: its start, reload or stop makes progress."""
         if not self._address:
             return
-        if self._has_reload_to_tell and self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}"):
-            self._has_reload_to_tell, self._told = False, "reloading"
-        changed = phase != self._told and phase in _WORDS
+        if self._has_new_reload and self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}"):
+            self._has_new_reload, self._sent_phase = False, "reloading"
+        changed = phase != self._sent_phase and phase in _WORDS
         is_extending = extends and phase != "running" and now >= self._extend_at
         is_pinging = now >= self._ping_at and math.isfinite(self._ping_every)
         lines = [
@@ -60,7 +60,7 @@ class ServiceManager:
             *(["WATCHDOG=1"] if is_pinging else []),
         ]
         if lines and self._send(*lines):
-            self._told, self._headline = phase if changed else self._told, headline
+            self._sent_phase, self._headline = phase if changed else self._sent_phase, headline
             self._extend_at = now + EXTEND_EVERY_SECONDS if is_extending else self._extend_at
             self._ping_at = now + self._ping_every if is_pinging else self._ping_at
 
@@ -70,16 +70,16 @@ class ServiceManager:
                 sender.setblocking(False)  # noqa: FBT003 - its only parameter
                 sender.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
-            if not self._is_deaf:
-                log.warning("manager.deaf", error=str(error), consequence="it is told again")
-            self._is_deaf = True
+            if not self._is_unreachable:
+                log.warning("manager.unreachable", error=str(error), consequence="it is notified again later")
+            self._is_unreachable = True
             return False
-        self._is_deaf = False
+        self._is_unreachable = False
         return True
 
 
 def _watchdog_seconds(environment: MutableMapping[str, str]) -> float:
-    """Infinite: nobody waits for pings, or not for ours."""
+    """Infinity: no watchdog waits for pings of this process."""
     microseconds, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
     is_ours = pid in {"", str(os.getpid())}
     return int(microseconds) / 1e6 if is_ours and microseconds.isdecimal() and int(microseconds) else math.inf

@@ -1,7 +1,7 @@
 """One validated settings object, from a TOML file, the environment, a credentials directory and command line options.
 
 Later sources win: file, credentials, environment, options. Every field of `tasklib.Config` is a setting under its own
-name; `[sections]` group the others. No value is ever in an error: any of them may be a secret in the wrong place.
+name; `[sections]` group the others. Errors never show a value, because it may be a secret in the wrong place.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from tasklib.errors import InvalidConfig, InvalidOptions, TaskNotRegistered
 from tasklib.names import check_queue
 from tasklib.ranges import DAY_SECONDS, YEAR_SECONDS, Range, plain
 from tasklib.registry import default_registry, discover
+from tasklib.runtime.loop import LONGEST_SILENCE_SECONDS
 from tasklib.worker.forks import call_in_one_process
-from tasklib.worker.loop import LONGEST_SILENCE_SECONDS
-from tasklib_daemon.exits import Exit, ExitCode, one_line
+from tasklib_daemon.control import MOST_WORKERS
+from tasklib_daemon.exit_codes import Exit, ExitCode, one_line
 from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: data
 MIN_TOKEN_CHARACTERS = 16
 MAX_SOCKET_PATH_BYTES = 100  # 104 on macOS and 108 on Linux, the final zero included
 LONGEST_SOCKET_NAME = "wake-9999-99999999"
-RETRY_JITTER = 0.1  # Config's own is 0, so that 5, 10, 20 s are exact; a daemon's tasks tend to fail all at once
+RETRY_JITTER = 0.1  # Config's default is 0, for exact 5, 10, 20 s; a daemon's tasks tend to fail all at once
 
 
 def _split(given: Any) -> Any:
-    """`a,b` where a list cannot be written: in the environment and on the command line."""
+    """`a,b` in the environment and on the command line, where a list cannot be written."""
     return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
 
 
@@ -78,9 +79,9 @@ class Web(Section):
     """`/livez`, `/readyz` and `/status`. An address that others can reach needs a token."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    port: Annotated[int, Range(0, 65535)] | None = 8642  # 0: any free one; None: no web child
+    port: Annotated[int, Range(0, 65535)] | None = 8642  # 0: any free port; None: no web child
     token: Annotated[SecretStr, Field(max_length=4096)] | None = None
-    public_probes: bool = False  # /livez and /readyz answer in one word to who has no token
+    public_probes: bool = False  # without a token, /livez and /readyz say only yes or no
 
     @field_validator("token")
     @classmethod
@@ -101,19 +102,19 @@ class Log(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
     file: Path | None = None  # None: standard error
-    tasks: Literal["all", "failures", "none"] = "failures"  # attempts that end with a line of their own
+    tasks: Literal["all", "failures", "none"] = "failures"  # which attempts log a line at their end
 
 
 class Recycle(Section):
-    """A worker that reaches one of these is replaced. None: never."""
+    """A worker that reaches one of these limits is replaced. None: no limit."""
 
     max_tasks: Annotated[int, Range(1, 10**9)] | None = None
     max_age_seconds: Annotated[float, Range(1, YEAR_SECONDS)] | None = None
-    max_memory_mb: Annotated[int, Range(100, 10**7)] | None = None  # a worker that has done nothing yet takes 60
+    max_memory_mb: Annotated[int, Range(100, 10**7)] | None = None  # a new worker takes 60
 
 
 class Restart(Section):
-    """How long a slot waits after a death, and when the daemon calls itself unhealthy."""
+    """How long a slot rests after a death, and when the daemon is unhealthy."""
 
     first_seconds: Annotated[float, Range(0.01, 3600)] = 0.1
     longest_seconds: Annotated[float, Range(0.01, 3600)] = 30.0
@@ -122,7 +123,7 @@ class Restart(Section):
 
 
 class Retention(Section):
-    """How long the janitor keeps what is finished. None: for ever. Buried tasks are always kept."""
+    """How long the janitor keeps finished tasks and old records. None: for ever. Buried tasks are always kept."""
 
     completed_days: Days | None = 30.0
     failed_days: Days | None = 90.0
@@ -136,7 +137,7 @@ class Settings(Section):
     library: Config
     app: Names = ()
     preload: bool = False
-    workers: Annotated[int, Range(1, 1000)] = 2
+    workers: Annotated[int, Range(1, MOST_WORKERS)] = 2
     concurrency: Annotated[int, Range(1, 10_000)] = 10
     queues: Names | None = None
     poll_interval_seconds: Annotated[float, Range(0.01, 60)] = 1.0
@@ -149,7 +150,7 @@ class Settings(Section):
     hang_seconds: Annotated[float, Range(0.5, DAY_SECONDS)] = 15.0
     stall_seconds: Annotated[float, Range(0.5, YEAR_SECONDS)] = 60.0
     snapshot_seconds: Annotated[float, Range(0.1, 3600)] = 5.0
-    election_ttl_seconds: Annotated[float, Range(0.5, 4.99)] = 4.0  # under 5 s: tasks that are due wait for no election
+    election_ttl_seconds: Annotated[float, Range(0.5, 4.99)] = 4.0  # under 5 s: due tasks do not wait for it
     web: Web = Web()
     log: Log = Log()
     recycle: Recycle = Recycle()
@@ -157,11 +158,11 @@ class Settings(Section):
     retention: Retention = Retention()
 
     def config(self) -> Config:
-        """What the library is to know. Workers make their ids from the daemon's name."""
+        """The library's settings. Workers make their ids from the daemon's name."""
         return replace(self.library, worker_id=self.name)
 
     def secrets(self) -> tuple[str, ...]:
-        """What must not be seen anywhere, longest first."""
+        """Texts that must not appear anywhere, the longest first."""
         urls = [self.library.database_url, self.library.listen_database_url or ""]
         token = self.web.token.get_secret_value() if self.web.token is not None else ""
         found = {token, *(password for url in urls for password in _passwords(url))}
@@ -170,7 +171,7 @@ class Settings(Section):
     def import_app(self) -> None:
         """Import the task modules; `pkg.*` means the package and every module in it."""
         if not self.app:
-            raise InvalidConfig("app names no module: say where the tasks are defined, e.g. --app shop.tasks")
+            raise InvalidConfig("app names no module: name one that defines tasks, e.g. --app shop.tasks")
         redact = redactor(self.secrets())
         for module in self.app:
             call_in_one_process(functools.partial(_import, module, redact))
@@ -178,7 +179,7 @@ class Settings(Section):
             raise Exit(ExitCode.IMPORT, f"{', '.join(self.app)} can be imported, but defines no tasks")
 
     def make_runtime_directory(self) -> None:
-        """For this user alone. One that is there already must be so, too."""
+        """Only this user may write to it. An existing one is checked."""
         try:
             self.runtime_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = self.runtime_directory.stat()
@@ -187,12 +188,12 @@ class Settings(Section):
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:
             raise InvalidConfig(
                 f"runtime_directory {self.runtime_directory} must belong to the daemon's user, "
-                f"and nobody else may write to it (chmod 700)"
+                f"and no other user may write to it (chmod 700)"
             )
 
     @model_validator(mode="after")
-    def _hangs_are_told_from_rests(self) -> Self:
-        """A worker without work shows that it lives once in a poll, and at least every few seconds."""
+    def _hangs_differ_from_rests(self) -> Self:
+        """An idle worker beats once per poll, and at least every few seconds."""
         rest = 2 * min(self.poll_interval_seconds, LONGEST_SILENCE_SECONDS)
         for name in ("hang_seconds", "stall_seconds"):
             if getattr(self, name) < rest:
@@ -236,7 +237,7 @@ def load(
     environment: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """`overrides` has the shape of the file. InvalidConfig says everything that is wrong, in one line."""
+    """`overrides` has the shape of the file. Raises InvalidConfig with all mistakes in one line."""
     given = {
         **(_from_file(path) if path is not None else {}),
         **_from_credentials(environment),
@@ -249,19 +250,19 @@ def load(
     library = {key: one.value for key, one in given.items() if key in LIBRARY_KEYS}
     rest = {key: one.value for key, one in given.items() if key not in LIBRARY_KEYS}
     try:
-        return Settings(library=_config(library, environment, given), **_nested(rest))
+        return Settings(library=_config(library, environment, given), **nested(rest))
     except ValidationError as error:
         lines = [_line(".".join(map(str, e["loc"])), e["msg"], given) for e in error.errors(include_input=False)]
         raise InvalidConfig("; ".join(lines)) from None
 
 
 def default_runtime_directory(environment: Mapping[str, str]) -> Path:
-    """Named here, made by the supervisor."""
+    """The supervisor creates it."""
     if environment.get("RUNTIME_DIRECTORY"):  # systemd's; it may name several
         return Path(environment["RUNTIME_DIRECTORY"].split(":")[0])
     if environment.get("XDG_RUNTIME_DIR"):
         return Path(environment["XDG_RUNTIME_DIR"]) / f"tasklibd-{os.getpid()}"
-    # In a directory that all may write to, a name that nobody can take before us.
+    # Every user may write to this directory, so the name must be one that cannot be guessed and taken.
     return Path(tempfile.gettempdir()) / f"tasklibd-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -287,8 +288,8 @@ def _from_file(path: Path) -> dict[str, _Given]:
 
 
 def _from_credentials(environment: Mapping[str, str]) -> dict[str, _Given]:
-    """One file for each secret; an empty one is none. Others are the application's, unless they look like ours; `.cred`
-    is how systemd keeps one encrypted, for somebody else to read.
+    """One file for each secret; an empty one does not count. Other files belong to the application, unless their name
+    is nearly one of ours. `.cred` files are encrypted by systemd, and not for us.
     """
     directory = environment.get("CREDENTIALS_DIRECTORY")
     if not directory:
@@ -322,8 +323,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
     return found
 
 
-# For other parts (the command line, the tests, the daemon's mark on its processes); and what Kubernetes tells every
-# container about a service that is called tasklib or tasklib-web.
+# Variables of other parts (the command line, the tests, the daemon's mark on its processes), and those that Kubernetes
+# sets in every container for a service called tasklib or tasklib-web.
 _OTHER_VARIABLES = re.compile(
     r"TASKLIB_(CONFIG|PG_BIN|DAEMON_\w*|TEST_\w*|MODEL_\w*|(\w+_)?SERVICE_(HOST|PORT)\w*|\w*PORT_\d+_\w+)"
 )
@@ -347,7 +348,7 @@ def _from_tables(tables: Mapping[str, Any], origin: str) -> dict[str, _Given]:
 
 
 def _flat(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """`web.port`, 8642. A section that is none stays whole: its name is the mistake."""
+    """Pairs such as `web.port`, 8642. An unknown section stays whole, so that its name is reported."""
     for key, value in tables.items():
         if key in SECTIONS and isinstance(value, dict):
             yield from ((f"{key}.{name}", each) for name, each in value.items())
@@ -355,7 +356,8 @@ def _flat(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"web.port": 8642}` in the shape of the file: `{"web": {"port": 8642}}`."""
     tables: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -364,7 +366,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_value(key: str, value: Any) -> Any:
-    """TOML and the environment have no word for None; "none" is ours."""
+    """TOML and the environment have no None, so "none" stands for it."""
     is_none = isinstance(value, str) and value.lower() == "none" and NoneType in get_args(KEYS[key])
     return None if is_none else value
 
@@ -385,12 +387,12 @@ def _config(values: Mapping[str, Any], environment: Mapping[str, str], given: Ma
     try:
         return Config(**{**values, "database_url": url})
     except InvalidConfig as error:
-        text = re.sub(r"Config\.(\w+)(?=: )", lambda found: _place(found[1], given), str(error))
+        text = re.sub(r"Config\.(\w+)(?=: )", lambda found: _named(found[1], given), str(error))
         raise InvalidConfig(text) from None
 
 
 def _url_of_others(environment: Mapping[str, str]) -> str:
-    """When nothing names the daemon's own database: DATABASE_URL, which other programs read too, then PG*."""
+    """Without a database of our own: DATABASE_URL, which other programs read too, or libpq's PG* variables."""
     url = environment.get("DATABASE_URL", "")
     if not url and not any(name in environment for name in ("PGHOST", "PGDATABASE", "PGSERVICE", "PGUSER")):
         raise InvalidConfig(
@@ -401,16 +403,16 @@ def _url_of_others(environment: Mapping[str, str]) -> str:
 
 
 def _check_url(key: str, url: Any, given: Mapping[str, _Given]) -> None:
-    """Libpq's own words would quote what may be a password."""
+    """The message of libpq could quote a password."""
     try:
         conninfo_to_dict(_plain(url) if isinstance(url, str) else "")
     except ProgrammingError:
         wanted = "must be a libpq URL (postgresql://user@host/database) or a key=value string"
-        raise InvalidConfig(f"{_place(key, given)} {wanted}") from None
+        raise InvalidConfig(f"{_named(key, given)} {wanted}") from None
 
 
 def _passwords(url: str) -> Iterator[str]:
-    """As it is given, and as it is sent."""
+    """As written in the URL, and as sent to the server."""
     with contextlib.suppress(ProgrammingError):
         yield str(conninfo_to_dict(_plain(url)).get("password") or "")
     written = re.match(r"\w+://[^:/@]*:([^@]*)@", url)
@@ -419,15 +421,15 @@ def _passwords(url: str) -> Iterator[str]:
 
 
 def _plain(url: str) -> str:
-    """Without the driver that SQLAlchemy has in its URLs."""
+    """Without the driver that SQLAlchemy puts into its URLs."""
     return re.sub(r"^(postgres(?:ql)?)\+\w+(?=://)", r"\1", url)
 
 
 def _line(key: str, message: str, given: Mapping[str, _Given]) -> str:
-    return f"{_place(key, given)}: {plain(message)}" if key else plain(message)
+    return f"{_named(key, given)}: {plain(message)}" if key else plain(message)
 
 
-def _place(key: str, given: Mapping[str, _Given]) -> str:
+def _named(key: str, given: Mapping[str, _Given]) -> str:
     origin = given[key].origin if key in given else None
     return key if origin is None else f"{key} ({origin})"
 
@@ -446,8 +448,8 @@ def _import(name: str, redact: Callable[[str], str]) -> None:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        place = _place_in_app(error)
-        raise Exit(ExitCode.IMPORT, redact(f"cannot import {name}: {one_line(error)}{place}")) from error
+        where = _where_in_app(error)
+        raise Exit(ExitCode.IMPORT, redact(f"cannot import {name}: {one_line(error)}{where}")) from error
 
 
 def _modules_in(package: str) -> Iterator[str]:
@@ -458,8 +460,8 @@ def _modules_in(package: str) -> Iterator[str]:
             yield from _modules_in(found.name) if found.ispkg else ()
 
 
-def _place_in_app(error: BaseException) -> str:
-    """The innermost line of a file that is not part of importing."""
+def _where_in_app(error: BaseException) -> str:
+    """The innermost line of a file that does not belong to the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     ours = ("<", importlib.__file__, str(Path(discover.__code__.co_filename).parent), str(Path(__file__).parent))

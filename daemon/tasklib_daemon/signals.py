@@ -1,4 +1,4 @@
-"""Signals: handlers only record, and wake who waits. What a signal means is decided outside, one after another."""
+"""Signals: handlers only record them and wake the loop. The loop handles them one after another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AT_A_TIME = 4096
 
 
 class Signals:
-    """A pipe, into which the interpreter writes the number of each signal at the moment that it comes. One for each
-    process, made in its main thread.
+    """A pipe into which the interpreter writes the number of each signal as it comes. One for each process, created in
+    its main thread.
     """
 
     def __init__(self, signums: Iterable[signal.Signals]) -> None:
@@ -32,7 +32,7 @@ class Signals:
         return self._read_end
 
     def take(self) -> list[signal.Signals]:
-        """Those that came since the last time."""
+        """The signals since the last call."""
         found = b""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self._read_end, _AT_A_TIME):
@@ -44,15 +44,15 @@ class Signals:
         os.close(self._write_end)
 
     def _disown(self) -> None:
-        """A process that is forked off, by us or by a task, must not write into our pipe."""
+        """A forked process, ours or a task's, must not write into our pipe."""
         signal.set_wakeup_fd(-1)
         for each in self._known:
             signal.signal(each, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """None is delivered meanwhile. For a fork: what is meant for one must not end the other."""
+def blocked() -> Iterator[None]:
+    """Block all signals during a fork, so that a signal for one process does not end the other."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -61,21 +61,21 @@ def held_back() -> Iterator[None]:
 
 
 def reset() -> None:
-    """As a program finds them when it starts; what Python itself ignores (SIGPIPE) stays so. For a child. They stay
-    held back until it has handlers of its own.
+    """In a child: restore the default handlers, except for signals that Python itself ignores (SIGPIPE). Signals stay
+    blocked until the child has handlers of its own.
     """
     signal.set_wakeup_fd(-1)
     for each in signal.valid_signals():
-        if callable(signal.getsignal(each)) or (each in _MEANT and signal.getsignal(each) is signal.SIG_IGN):
+        if callable(signal.getsignal(each)) or (each in _FROM_OUTSIDE and signal.getsignal(each) is signal.SIG_IGN):
             signal.signal(each, signal.SIG_DFL)
 
 
-def release() -> None:
-    """None is held back any more, whatever the parent's mask was."""
+def unblock() -> None:
+    """Unblock all signals, whatever the parent's mask was."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-_MEANT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
 
 def _record(_signum: int, _frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Where a child writes its stacks, when it is asked to, crashes or hangs: memory that outlives it, without a name."""
+"""Where a child writes its stacks when it crashes, hangs or is asked to: an anonymous file that outlives it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import signal
 import tempfile
 
-LONGEST = 65536
+MAX_BYTES = 65536
 
 
 class Stacks:
-    """Made by the supervisor before the fork. The child's interpreter writes from its signal handlers, which work also
+    """Created by the supervisor before the fork. The child's interpreter writes in signal handlers, which work also
     while C code holds the GIL.
     """
 
@@ -23,16 +23,18 @@ class Stacks:
     # --- the child's side ---
 
     def enable(self) -> None:
-        """At SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL, and, without harm, at SIGUSR2."""
+        """Write the stacks at SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL; and at SIGUSR2, which does not end the
+        child.
+        """
         faulthandler.enable(self._file, all_threads=True)
         faulthandler.register(signal.SIGUSR2, self._file, all_threads=True, chain=False)
 
     # --- the supervisor's side ---
 
     def take(self) -> str:
-        """What is new, as far as it is bearable."""
+        """What was written since the last call, up to MAX_BYTES bytes."""
         size = os.fstat(self._file).st_size
-        found = os.pread(self._file, min(size - self._seen, LONGEST), self._seen)
+        found = os.pread(self._file, min(size - self._seen, MAX_BYTES), self._seen)
         self._seen = size
         return found.decode(errors="replace").strip()
 

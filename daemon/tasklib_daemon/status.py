@@ -1,21 +1,20 @@
-"""What the supervisor tells about the daemon, once a second and to who asks, and what follows from it.
+"""The daemon's status, as `tasklibd status --json` and `/status` show it, and what follows from it.
 
-The shape is fixed here; `tasklibd status --json` and `/status` give it out as it is. Pure, and nothing but the
-standard library: the command that shows it is to be quick.
+Pure, and only with the standard library, so that the command starts quickly.
 """
 
 from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-State = Literal["starting", "running", "paused", "draining", "stopping"]
-ChildState = Literal["starting", "ready", "stopping", "waiting"]  # waiting: dead, and not yet started again
-MOST_NAMED = 5  # of a list, in one line
-LIVE_SECONDS = 10.0  # pushed each second; a host that is short of time may be late with some
+DaemonState = Literal["starting", "running", "paused", "draining", "stopping"]
+ChildState = Literal["starting", "ready", "stopping", "waiting"]  # waiting: dead, and to be started again
+MOST_NAMED = 5  # names in one line
+LIVE_SECONDS = 10.0  # a status comes every second, and on a busy host somewhat later
 
 
 class ChildStatus(TypedDict, total=False):
-    """The keeper and the web child have the first seven."""
+    """The keeper and the web child have only the first seven."""
 
     slot: int
     pid: int | None
@@ -28,9 +27,9 @@ class ChildStatus(TypedDict, total=False):
     running: int
     claimed: int
     ended: int
-    unwritten: int  # ended, and the outcome not committed yet
+    unwritten: int  # ended, with an outcome that is not committed yet
     connections: int
-    beat_age_seconds: float | None  # since its claim loop last went on
+    beat_age_seconds: float | None  # since the last round of its claim loop
     cpu_percent: float
     is_hung: bool
 
@@ -40,15 +39,15 @@ class Status(TypedDict, total=False):
     version: str
     pid: int
     started_at: str
-    state: State
+    state: DaemonState
     is_healthy: bool
     problems: list[str]  # why it is not healthy: a crash loop, a port that is taken ...
     database: bool  # the keeper has a connection
     listening: bool
     elected: bool
-    unclaimable: list[str]  # queues in which tasks wait that this daemon cannot claim, though it is refused nothing
-    unserved: list[str]  # names that wait in the database and that nobody serves
-    term: int | None  # of the election, while elected
+    unclaimable: list[str]  # queues with waiting tasks that this daemon cannot claim, though it gets no error
+    unserved: list[str]  # names of waiting tasks that no worker serves
+    term: int | None  # only while elected
     connections: int  # of the keeper
     budget: int  # connections that the daemon may open
     wanted_workers: int
@@ -61,15 +60,15 @@ class Status(TypedDict, total=False):
 
 
 def why_not_live(age_seconds: float) -> list[str]:
-    """`age_seconds`: of the last status that came. The database has no say in it."""
-    return [] if age_seconds < LIVE_SECONDS else [f"the supervisor has told nothing for {age_seconds:.0f} s"]
+    """`age_seconds` is that of the last status. The database plays no part in it."""
+    return [] if age_seconds < LIVE_SECONDS else [f"the supervisor has not reported for {age_seconds:.0f} s"]
 
 
 def why_not_ready(status: Status, age_seconds: float) -> list[str]:
-    """Ready: connected, migrated, claiming, not draining. A worker is `ready` once it has seen a schema that fits."""
+    """Ready means connected, migrated, claiming and not draining. A worker is ready once it has checked the schema."""
     reasons = why_not_live(age_seconds)
     if not status:
-        return reasons or ["the supervisor has not told anything yet"]
+        return reasons or ["the supervisor has not reported yet"]
     state = status.get("state", "starting")
     if state != "running":
         reasons.append(f"the daemon is {state}")
@@ -87,14 +86,14 @@ def why_not_ready(status: Status, age_seconds: float) -> list[str]:
 
 
 def describe(status: Status) -> list[str]:
-    """For people. What is missing is left out: the daemon may be of another version."""
+    """For people. Missing values are left out, because the daemon may be of another version."""
     health = "healthy" if status.get("is_healthy", True) else "NOT HEALTHY"
     lines = [f"{status.get('name')} (pid {status.get('pid')}): {status.get('state')}, {health}"]
     lines += [f"  problem: {problem}" for problem in status.get("problems", [])]
     links = {"connected": status.get("database"), "listening": status.get("listening")}
     lines.append("  database: " + ", ".join(word if is_so else f"not {word}" for word, is_so in links.items()))
     lines.append(f"  cluster duties: {'here' if status.get('elected') else 'elsewhere'}")
-    lines += [f"  nobody serves: {name}" for name in status.get("unserved", [])]
+    lines += [f"  no worker serves: {name}" for name in status.get("unserved", [])]
     lines += [f"  tasks wait that cannot be claimed, in: {queue}" for queue in status.get("unclaimable", [])]
     lines += [_describe_child(f"worker {worker.get('slot', '?')}", worker) for worker in status.get("workers", [])]
     others = {"keeper": status.get("keeper"), "web": status.get("web")}
@@ -102,7 +101,7 @@ def describe(status: Status) -> list[str]:
 
 
 def headline(status: Status) -> str:
-    """In one line, for a service manager. What changes all the time is told only while somebody waits for it."""
+    """One line for a service manager. Numbers that change all the time are in it only while the daemon stops."""
     state, workers = status.get("state", "starting"), status.get("workers", [])
     ready = sum(_is_claiming(worker) for worker in workers)
     words = [f"{ready} of {status.get('wanted_workers', len(workers))} workers ready"]

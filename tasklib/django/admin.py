@@ -1,6 +1,6 @@
-"""Tasks in the admin: to be looked at, cancelled and retried, never edited."""
+"""Tasks in the admin: they can be viewed, cancelled and retried, never edited."""
 
-# ruff: noqa: ARG002 - Django decides what its methods are given
+# ruff: noqa: ARG002 - Django decides on the parameters of its methods
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LARGE = ("args", "kwargs", "result", "error", "progress", "tags")
 
 
 class LookaheadPaginator(TaskPaginator):
-    """Knows whether there is another page, and never counts: count(*) reads every row."""
+    """Looks for one row of the next page instead of counting all rows: count(*) would read every one."""
 
     page_number = 1
 
     @cached_property
     def count(self) -> int:
-        """Rows that are known of: the pages before, this one, and one row of the next."""
+        """The known rows: the pages before, this page, and one row of the next."""
         before = (self.page_number - 1) * self.per_page
         seen = list(self.object_list[before : before + self.per_page + 1])
         return before + len(seen)
@@ -54,7 +54,7 @@ class StateFilter(admin.SimpleListFilter):
         return [(state.value, state.value) for state in State]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Task]) -> QuerySet[Task]:
-        """The few unsuccessful ones have an index, by their error code."""
+        """Unsuccessful tasks are few, and have an index on their error code."""
         state = self.value()
         if state in UNSUCCESSFUL:
             queryset = queryset.filter(error_code__isnull=False)
@@ -62,7 +62,7 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class _KnownValues(admin.SimpleListFilter):
-    """Values that are known without reading every row for them; another one can be written into the URL."""
+    """Offers values that are known without reading every row; other values can be written into the URL."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         known = {*self.known(), self.value()}
@@ -87,7 +87,7 @@ class QueueFilter(_KnownValues):
     title = parameter_name = "queue"
 
     def known(self) -> Iterable[str]:
-        """Those of the task functions, and those in which something waits."""
+        """The queues of the task functions, and those with waiting tasks."""
         with connections[database_alias()].cursor() as cursor:
             cursor.execute(queries("tasks", schema())["ready_queues"])
             waiting = [row[0] for row in cursor.fetchall()]
@@ -121,7 +121,7 @@ class TaskAdmin(ModelAdmin):
         return bool(request.user.has_perm("tasklib.control_task"))  # type: ignore[union-attr] # staff has it
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Task]:
-        """A page of the list needs none of what may be large."""
+        """The list does not read the columns that may be large."""
         return super().get_queryset(request).defer(*_LARGE)
 
     def get_paginator(self, request: HttpRequest, *args: Any, **kwargs: Any) -> LookaheadPaginator:
@@ -133,7 +133,7 @@ class TaskAdmin(ModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Task], search_term: str
     ) -> tuple[QuerySet[Task], bool]:
-        """Exact: what an index, or a look from the newest on, can find."""
+        """Exact matches only: an index, or a scan from the newest task on, finds those."""
         term = search_term.strip()
         if not term:
             return queryset, False

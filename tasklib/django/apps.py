@@ -1,4 +1,4 @@
-"""The app: one default client for the process, and every app's tasks known to it."""
+"""The app: it sets up the default client of the process, and imports the tasks of every app."""
 
 from __future__ import annotations
 

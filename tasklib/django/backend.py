@@ -50,7 +50,7 @@ class TasklibBackend(BaseTaskBackend):
         self._task_options = TaskOptions(**self.options, error_codes=_ClassPaths())
 
     def validate_task(self, task: Task[..., Any]) -> None:
-        """Django calls this when a task is defined: from then on, a worker in this process can run it."""
+        """Django calls this when a task is defined. From then on, a worker in this process can run it."""
         super().validate_task(task)
         try:
             check_queue(task.queue_name)
@@ -76,7 +76,7 @@ class TasklibBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> TaskResult[..., Any]:
-        """Read in the thread's transaction: what was enqueued in it is found."""
+        """Reads in the thread's transaction, so it finds what was enqueued in it."""
         from tasklib.django.models import Task as Row  # noqa: PLC0415 - tasks may be defined before models can be
         from tasklib.django.results import result_of  # noqa: PLC0415 - as above
 
@@ -113,14 +113,14 @@ class _ClassPaths(Mapping[type[BaseException], str]):
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def __iter__(self) -> Iterator[type[BaseException]]:
-        yield BaseException  # and with it all others
+        yield BaseException  # stands for all others, too
 
     def __len__(self) -> int:
         return 1
 
 
 def _aware(moment: datetime | None) -> datetime | None:
-    """Without USE_TZ, Django's times are naive, and mean its own time zone."""
+    """Without USE_TZ, Django's times are naive, in its own time zone."""
     return timezone.make_aware(moment) if moment is not None and timezone.is_naive(moment) else moment
 
 

@@ -1,5 +1,5 @@
-"""Django's connections and tasklib's: submits join the thread's transaction, tasks start on connections that live, and
-the default client follows a test run to its own database.
+"""Django's connections and tasklib's: submits join the thread's transaction, tasks start with live connections, and the
+default client follows a test run to its own database.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tasklib.worker.hooks import around_task
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-_database_name: str | None = None  # which the default client was made for
+_database_name: str | None = None  # of the default client
 
 
 def set_up() -> None:
@@ -36,14 +36,14 @@ def initialise() -> None:
 
 
 def ensure_schema() -> None:
-    """The first use in a process looks, on a connection of tasklib's own; a missing schema is made."""
+    """The first call in a process checks, on a connection of tasklib's own, and creates a missing schema."""
     _follow(connections[database_alias()])
     default_client().database.check_schema()
 
 
 class LiveConnections:
-    """Around each task, what Django does around each request: connections that broke, or are too old, are closed, and
-    the next query makes others. A worker may have been idle for hours: before a task they are asked whether they live.
+    """Around each task, as Django does around each request: close connections that broke or are too old; the next query
+    opens new ones. A worker may have been idle for hours, so before a task the connections are checked.
     """
 
     def __enter__(self) -> None:
@@ -53,7 +53,7 @@ class LiveConnections:
         close_old_connections()
 
     async def __aenter__(self) -> None:
-        """Async code reaches the ORM through one thread: its connections are meant."""
+        """Async code uses the ORM in one thread: the connections of that thread are checked."""
         await sync_to_async(_close_dead_connections)()
 
     async def __aexit__(self, *_: object) -> None:
@@ -68,13 +68,13 @@ def _close_dead_connections() -> None:
 
 
 def _joined() -> BaseDatabaseWrapper:
-    """The connection of this thread: where atomic() is open, a submit is part of it."""
+    """The connection of this thread: inside atomic(), a submit is part of the transaction."""
     ensure_schema()
     return connections[database_alias()]
 
 
 def _on_connection(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    """A test run drops and copies its databases from a connection to none of them, and nobody may be connected then."""
+    """A test run drops and copies its databases over another connection; until then all others have to be closed."""
     if connection.alias == NO_DB_ALIAS:
         default_client().close()
     elif connection.alias == database_alias():
@@ -82,6 +82,6 @@ def _on_connection(connection: BaseDatabaseWrapper, **_: Any) -> None:
 
 
 def _follow(connection: BaseDatabaseWrapper) -> None:
-    """A test run puts databases of its own in the place of the configured one, after the start."""
+    """After the start, a test run replaces the configured database by its own."""
     if connection.settings_dict["NAME"] != _database_name:
         initialise()

@@ -1,7 +1,7 @@
-"""The tables of tasklib, for looking at them through the ORM. Django neither makes nor changes them."""
+"""The tables of tasklib, to read them with the ORM. Django neither creates nor changes them."""
 
-# ruff: noqa: DJ001 - whether a column may be null was decided elsewhere
-# It takes a plugin, and that takes a project, to know the types of fields:
+# ruff: noqa: DJ001 - the migrations decide whether a column may be null
+# The types of fields are known only to a mypy plugin, which needs a project:
 # mypy: disable-error-code="var-annotated"
 
 from __future__ import annotations

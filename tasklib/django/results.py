@@ -22,7 +22,7 @@ _STATUSES = {
     State.RUNNING: TaskResultStatus.RUNNING,
     State.COMPLETED: TaskResultStatus.SUCCESSFUL,
 }
-# What ended a task without an exception of its own.
+# The exception classes of tasks that ended without an exception of their own.
 _CLASSES = {
     "TIMEOUT": "builtins.TimeoutError",
     "CANCELLED": "tasklib.errors.TaskCancelled",
@@ -52,7 +52,7 @@ def result_of(row: Task, task: DjangoTask[..., Any], backend: str) -> TaskResult
 
 
 def started(result: TaskResult[..., Any]) -> TaskResult[..., Any]:
-    """As its own task sees it. The row tells only after a while, or at the end, when it was started."""
+    """As the task itself sees it. The row has its start only after a while, or at the end."""
     now = timezone.now()
     _set(result, status=TaskResultStatus.RUNNING, started_at=result.started_at or now, last_attempted_at=now)
     return result
@@ -74,7 +74,7 @@ def _set(result: TaskResult[..., Any], **values: Any) -> None:
 
 
 def _status(row: Task) -> TaskResultStatus:
-    """One that waits for its next attempt is ready to run again."""
+    """A task that waits for its next attempt is ready to run again."""
     if row.state == State.FAILED and row.next_retry_at is not None:
         return TaskResultStatus.READY
     return _STATUSES.get(State(row.state), TaskResultStatus.FAILED)
@@ -85,13 +85,13 @@ def _run_after(row: Task) -> Any:
 
 
 def _worker_ids(row: Task, attempts: Sequence[TaskAttempt]) -> list[str]:
-    """One for each attempt, also for the one under way."""
+    """One for each attempt, also for a running one."""
     under_way = [row.worker_id] if row.state in LEASED and row.worker_id is not None else []
     return [attempt.worker_id for attempt in attempts] + under_way
 
 
 def _errors(row: Task, attempts: Sequence[TaskAttempt]) -> list[TaskError]:
-    """Of each attempt; the traceback is kept of the last one."""
+    """One for each attempt; only the last one has its traceback."""
     found = [(each.error_code, each.error_message or "") for each in attempts if each.error_code is not None]
     if row.error_code is not None:
         if found and found[-1][0] == row.error_code:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def runnable(task: Task[..., Any]) -> Callable[..., Any]:
-    """What a worker calls. It takes anything: the values of Django's tasks are JSON, whatever their annotations say."""
+    """The function that a worker calls. It takes any arguments: Django's are JSON, whatever the annotations say."""
 
     def run(*positional: Any, **named: Any) -> Any:
         run = _Run(task)
@@ -46,8 +46,8 @@ def runnable(task: Task[..., Any]) -> Callable[..., Any]:
 
 
 class _Run:
-    """The signals tell of this attempt; whether another one follows is decided later. What a receiver raises is
-    logged: the work has been done.
+    """The signals are about this attempt; whether another one follows is decided later. An error in a receiver is only
+    logged, because the work has been done.
     """
 
     def __init__(self, task: Task[..., Any]) -> None:

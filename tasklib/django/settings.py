@@ -1,4 +1,4 @@
-"""Django's settings as a tasklib.Config: the database that DATABASES names, and what TASKLIB says besides."""
+"""Django's settings as a tasklib.Config: a database of DATABASES, and the settings in TASKLIB."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def database_alias() -> str:
 
 
 def task_modules() -> list[str]:
-    """The modules of each app in which tasks are looked for."""
+    """The modules of each app that may define tasks."""
     return list(_given()["TASK_MODULES"])
 
 
@@ -38,7 +38,7 @@ def schema() -> str:
 
 
 def config() -> Config:
-    """As the settings stand now: a test run puts a database of its own in the place of the configured one."""
+    """Read anew each time: a test run replaces the configured database by its own."""
     given = {_CONFIG_FIELDS[key]: value for key, value in _given().items() if key in _CONFIG_FIELDS}
     try:
         return Config(_database_url(connections[database_alias()]), **given)
@@ -56,7 +56,7 @@ def _given() -> dict[str, Any]:
 
 
 def _database_url(connection: BaseDatabaseWrapper) -> str:
-    """What Django gives to the driver, as far as it is libpq's; the rest is about Django's own cursors."""
+    """The parameters that Django gives to the driver, if libpq knows them; the others are about Django's cursors."""
     if connection.vendor != "postgresql":
         raise ImproperlyConfigured(
             f"tasklib needs PostgreSQL, and DATABASES[{connection.alias!r}] is {connection.vendor}. Name another "

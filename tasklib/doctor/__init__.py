@@ -1,12 +1,10 @@
-"""Looks at a database as a queue needs it, and says what is wrong, how bad that is, and what to do about it.
+"""Checks whether a database suits a queue: what is wrong, how bad it is, and what to do about it.
 
-Invariant: it changes nothing, waits for nobody for long, and whatever is broken is a finding and not a traceback.
+Invariant: the checks change nothing and never wait long, and a fault is a finding and not a traceback.
 """
 
-from tasklib.doctor.checks import CHECKS, DEEP_CHECKS
-from tasklib.doctor.examination import SECONDS, examine
-from tasklib.doctor.findings import EXIT_CODES, UNKNOWN_EXIT_CODE, Finding, Severity, worst
-from tasklib.doctor.limits import Limits
+from tasklib.doctor.findings import EXIT_CODES, UNKNOWN_EXIT_CODE, Finding, Severity, Thresholds, worst
+from tasklib.doctor.run import CHECKS, DEEP_CHECKS, SECONDS, run_checks
 
 __all__ = [
     "CHECKS",
@@ -15,8 +13,8 @@ __all__ = [
     "SECONDS",
     "UNKNOWN_EXIT_CODE",
     "Finding",
-    "Limits",
     "Severity",
-    "examine",
+    "Thresholds",
+    "run_checks",
     "worst",
 ]

@@ -1,25 +1,29 @@
-"""Checks of the schema: that it is there, as tasklib made it, and that the role may use it."""
+"""Checks of the schema: that it is there, as tasklib made it, and that the role may use it.
+
+A part that is missing or was changed is put back by statements that are made from its description. A part that was
+changed is still there under its name, and is dropped first. A missing index is built concurrently, which only a
+statement that is sent alone may do. So it has a finding of its own, whose remedy can be run by `psql -c`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, LiteralString, NamedTuple
 
 from tasklib import migrate
-from tasklib.doctor.findings import critical, note, ok
-from tasklib.doctor.limits import some
-from tasklib.doctor.repairs import is_index, repaired_index, repairs
+from tasklib.doctor.findings import critical, note, ok, some
 from tasklib.errors import SchemaError
-from tasklib.sql import queries, snapshot
+from tasklib.sql import folder, in_schema, queries, snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from tasklib.doctor.findings import Finding
-    from tasklib.doctor.limits import Limits
-    from tasklib.doctor.patient import Patient, Row
+    from tasklib.doctor.findings import Finding, Thresholds
+    from tasklib.doctor.probe import Probe, Row
 
-# What tasklibd does with each table, and which functions it calls. A test runs one as a role that may do just this.
+
+# What tasklibd does with each table, and which functions it calls. A test runs it as a role with just these rights.
 TABLE_RIGHTS = {
     "tasks": ("select", "update", "delete"),
     "attempts": ("insert",),
@@ -39,10 +43,10 @@ FUNCTION_RIGHTS = (
 )  # fmt: skip
 
 
-def check_grants(patient: Patient, _limits: Limits) -> Iterator[Finding]:
-    """What the role of a daemon needs. One that may submit, and nothing with any table, is taken for a submitter's."""
-    role, schema = patient.server.role, patient.schema
-    ((exists, may_use),) = patient.ask("rights_on_schema", schema)
+def check_grants(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
+    """The rights that a daemon needs. A role that may submit and has no rights on tables is taken for a client's."""
+    role, schema = probe.server.role, probe.schema
+    ((exists, may_use),) = probe.ask("rights_on_schema", schema)
     if not exists:
         yield ok("there is no schema yet")
         return
@@ -50,12 +54,12 @@ def check_grants(patient: Patient, _limits: Limits) -> Iterator[Finding]:
         yield critical(f"role {role} may not use schema {schema}", f"grant usage on schema {schema} to {role};")
         return
     needed = [(table, right) for table, rights in TABLE_RIGHTS.items() for right in rights]
-    tables = patient.ask("missing_table_rights", patient.config.schema, *map(list, zip(*needed, strict=True)))
-    functions = patient.ask("missing_function_rights", patient.config.schema, list(FUNCTION_RIGHTS))
+    tables = probe.ask("missing_table_rights", probe.config.schema, *map(list, zip(*needed, strict=True)))
+    functions = probe.ask("missing_function_rights", probe.config.schema, list(FUNCTION_RIGHTS))
     if len(tables) == len(needed) and not {"submit", "submit_many"} & {name for name, _ in functions}:
         yield note(
             f"role {role} may submit, and nothing else: it cannot run tasks, nor see all that is looked at here",
-            "nothing, if it only submits; what the role of tasklibd needs is in docs/operating.md",
+            "nothing, if it only submits; what the role of tasklibd needs is in docs/installing.md",
         )
     elif tables or functions:
         missing = [f"{right} on {table}" for table, right in tables] + [f"execute on {name}" for name, _ in functions]
@@ -77,17 +81,17 @@ def _grants(schema: str, role: str, tables: Iterable[Row], functions: Iterable[s
         yield f"grant execute on function {function} to {role};"
 
 
-def check_schema(patient: Patient, _limits: Limits) -> Iterator[Finding]:
-    schema = patient.config.schema
+def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
+    schema = probe.config.schema
     try:
-        with patient.transaction() as conn:
+        with probe.transaction() as conn:
             difference = migrate.find_difference(conn, schema)
             applied = [] if difference.missing else conn.execute(_applied(schema)).fetchall()
     except SchemaError as error:
         yield critical(str(error), "install the tasklib-pg that made it: pip install --upgrade tasklib-pg")
         return
     if difference.missing:
-        yield critical(f"there is no schema {schema} in database {patient.server.database}", "tasklib migrate")
+        yield critical(f"there is no schema {schema} in database {probe.server.database}", "tasklib migrate")
         return
     if difference.is_outdated:
         yield critical(f"the schema is older than this tasklib; waiting: {difference}", "tasklib migrate")
@@ -101,18 +105,20 @@ def check_schema(patient: Patient, _limits: Limits) -> Iterator[Finding]:
     version, name = max((version, name) for version, name, *_ in applied)
     yield ok(f"at {version:04}_{name}, as tasklib made it")
     if version == max(migration.version for migration in migrate.known_migrations()):
-        yield from _drift(patient)
-    yield from _without_effect(patient)
+        yield from _drift(probe)
+    yield from _without_effect(probe)
 
 
 def _applied(schema: str) -> LiteralString:
     return queries("schema_migrations", schema)["applied"]
 
 
-def _without_effect(patient: Patient) -> Iterator[Finding]:
-    """The catalogue still shows them as they were made. What is not ours is nobody else's business."""
-    schema, ours = patient.schema, snapshot()
-    for kind, table, name in patient.ask("without_effect", patient.config.schema):
+def _without_effect(probe: Probe) -> Iterator[Finding]:
+    """Triggers that are off and indexes that are invalid look unchanged in the catalogue. Only tasklib's own are
+    checked.
+    """
+    schema, ours = probe.schema, snapshot()
+    for kind, table, name in probe.ask("without_effect", probe.config.schema):
         if not any(line.startswith(f"table {table} {kind} CREATE") and f" {name} " in line for line in ours):
             continue
         yield critical(
@@ -124,10 +130,10 @@ def _without_effect(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _drift(patient: Patient) -> Iterator[Finding]:
-    """Somebody changed it by hand, or restored a part of it."""
-    schema = patient.config.schema
-    with patient.transaction() as conn:
+def _drift(probe: Probe) -> Iterator[Finding]:
+    """The schema was changed by hand, or only a part of it was restored."""
+    schema = probe.config.schema
+    with probe.transaction() as conn:
         found = {_comparable(line, schema): line for line in migrate.describe(conn, schema).splitlines()}
     wanted = {_comparable(line, schema): line for line in snapshot()}
     missing = sorted(wanted[key] for key in wanted.keys() - found.keys())
@@ -156,9 +162,77 @@ def _drift(patient: Patient) -> Iterator[Finding]:
 
 
 def _comparable(line: str, schema: str) -> str:
-    """Who may execute a function is a matter of grants. In another schema a function's text has another digest."""
+    """Without the right to execute, which is a matter of grants. In another schema a function's text has another
+    digest.
+    """
     line = line.replace(" for public", "")
     if schema != "tasklib":
         line = line.replace(f'"{schema}".', "tasklib.").replace(f"{schema}.", "tasklib.")
         line = line.rpartition(" ")[0] if line.startswith("function ") else line
     return line
+
+
+# Each kind as `tasklib.migrate.describe` words it, with what makes it; in the order in which they can be made.
+KINDS = {
+    "constraint": (
+        re.compile(r"table (?P<table>\w+) constraint (?P<name>\w+) (?P<text>.+)"),
+        "alter table tasklib.{table} drop constraint if exists {name}, add constraint {name} {text};",
+    ),
+    "index": (
+        re.compile(r"table \w+ index CREATE (?P<unique>|UNIQUE )INDEX (?P<name>\w+) (?P<text>.+)"),
+        "create {unique}index concurrently {name} {text};",
+    ),
+    "view": (re.compile(r"view (?P<name>\w+) (?P<text>.+);"), "create or replace view tasklib.{name} as {text};"),
+    "trigger": (
+        re.compile(r"table \w+ trigger CREATE TRIGGER (?P<name>\w+) (?P<text>.+)"),
+        "create or replace trigger {name} {text};",
+    ),
+    "function": (re.compile(r"function (?P<name>\w+).*"), ""),  # its description has no text, only a digest
+    "other": (re.compile(r"(?P<name>.+)"), ""),
+}
+ALL_ANEW = "delete from tasklib.schema_migrations where version = 0;"
+
+
+class _Part(NamedTuple):
+    kind: str
+    name: str
+    statement: str  # empty: its description does not say how it is made
+
+
+def repairs(missing: Sequence[str], schema: str) -> Iterator[str]:
+    """Statements that restore lines of the description. Functions that every upgrade replaces, and their triggers, are
+    restored by an upgrade, and the index of a constraint by the constraint.
+    """
+    parts = sorted(map(_part, missing), key=lambda part: [*KINDS].index(part.kind))
+    constraints = {part.name for part in parts if part.kind == "constraint"}
+    replaced = {name for name, _ in folder("functions")}
+    by_upgrade = [part for part in parts if part.kind in {"function", "trigger"} and part.name in replaced]
+    by_itself = [part for part in parts if part.kind == "index" and part.name in constraints]
+    left = [part for part in parts if part not in by_upgrade and part not in by_itself]
+    yield from (in_schema(part.statement, schema) for part in left if part.statement)
+    if by_upgrade:
+        yield f"{in_schema(ALL_ANEW, schema)} then: tasklib migrate"
+    if hard := [part.name for part in left if not part.statement]:
+        yield f"as in tasklib/sql/migrations, or from a backup: {', '.join(hard)}"
+
+
+def is_index(line: str) -> bool:
+    """An index of its own, and not that of a constraint."""
+    part = _part(line)
+    return part.kind == "index" and not any(f" constraint {part.name} " in each for each in snapshot())
+
+
+def repaired_index(line: str, added: Sequence[str], schema: str) -> str:
+    """A changed index is replaced in one transaction, so that the table is never without it."""
+    part = _part(line)
+    if not any(f" INDEX {part.name} " in each for each in added):
+        return in_schema(part.statement, schema)
+    build = part.statement.replace(" concurrently", "")
+    return in_schema(f"drop index tasklib.{part.name}; {build} -- holds up every change while it is built", schema)
+
+
+def _part(line: str) -> _Part:
+    kind, found, statement = next(
+        (kind, found, statement) for kind, (pattern, statement) in KINDS.items() if (found := pattern.fullmatch(line))
+    )
+    return _Part(kind, found["name"], statement.format(**found.groupdict()))

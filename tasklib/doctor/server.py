@@ -1,29 +1,33 @@
-"""Checks of the server: that it is the right one, that its clock is right, and that it keeps what it has confirmed."""
+"""Checks of the server and its settings: whether it is the right one, whether its clock is right, whether it keeps
+what it has confirmed, and whether settings of roles and databases hide rows, switch off triggers or end statements
+too early. Such settings raise no error, so that they are hard to find otherwise.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib.clock import time
-from tasklib.doctor.findings import Finding, critical, note, ok, warning
-from tasklib.doctor.limits import severity_of
-from tasklib.doctor.patient import NOT_TO_BE_SEEN
+from tasklib.doctor.findings import Finding, Severity, age, critical, note, ok, severity_of, some, warning
+from tasklib.doctor.probe import NOT_TO_BE_SEEN
 from tasklib.sql import queries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.limits import Limits
-    from tasklib.doctor.patient import Patient
+    from tasklib.doctor.findings import Thresholds
+    from tasklib.doctor.probe import Probe
+
 
 OLDEST_POSTGRES = 150000
 CLOCK_LOOKS = 3
 OF_A_ROLE = ("user", "database", "database user", "global")  # told by name
 
 
-def check_database(patient: Patient, _limits: Limits) -> Iterator[Finding]:
-    server = patient.server
+def check_database(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
+    server = probe.server
     yield ok(f"PostgreSQL {server.version}, database {server.database}, role {server.role}")
     if server.version_num < OLDEST_POSTGRES:
         yield critical(f"PostgreSQL {server.version} is older than 15, the oldest that works", "upgrade the server")
@@ -33,7 +37,7 @@ def check_database(patient: Patient, _limits: Limits) -> Iterator[Finding]:
             "name the primary in the address, or all hosts and target_session_attrs=read-write",
         )
     elif server.is_read_only:
-        yield critical("transactions are read-only by default: nothing can be submitted or claimed", _writable(patient))
+        yield critical("transactions are read-only by default: nothing can be submitted or claimed", _writable(probe))
     if server.encoding != "UTF8":
         yield note(
             f"the database is encoded in {server.encoding}: it refuses text that has other characters",
@@ -41,10 +45,10 @@ def check_database(patient: Patient, _limits: Limits) -> Iterator[Finding]:
         )
 
 
-def _writable(patient: Patient) -> str:
-    """By who has made it read-only. Every new session is so, too, and could not change that."""
-    server, setting = patient.server, "default_transaction_read_only"
-    ((source,),) = patient.ask("source", setting)
+def _writable(probe: Probe) -> str:
+    """Depends on where the setting comes from. New sessions are read-only too, and have to switch that off first."""
+    server, setting = probe.server, "default_transaction_read_only"
+    ((source,),) = probe.ask("source", setting)
     if source == "client":
         return f"take {setting} out of `options` in the address, or out of PGOPTIONS"
     of_a_role = {
@@ -57,13 +61,13 @@ def _writable(patient: Patient) -> str:
     return f"see why first (providers do so when a disk is full); then set {setting} = off; {reset}"
 
 
-def check_clock(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    """Leases are judged by the database's clock alone. What a host's clock decides is the order of ids, the times that
-    applications choose, and what is looked at for pruning.
+def check_clock(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    """Leases depend on the database's clock alone. A host's clock decides the order of ids, the times that applications
+    choose, and which tasks are looked at for pruning.
     """
-    skew, doubt = min((_skew(patient) for _ in range(CLOCK_LOOKS)), key=lambda look: look[1])
+    skew, doubt = min((_skew(probe) for _ in range(CLOCK_LOOKS)), key=lambda look: look[1])
     yield ok(f"within {abs(skew) + doubt:.3f} s of this host's")
-    if severity := severity_of(abs(skew) - doubt, limits.clock_seconds):
+    if severity := severity_of(abs(skew) - doubt, thresholds.clock_seconds):
         side = "behind" if skew > 0 else "ahead of"
         yield Finding(
             severity,
@@ -73,8 +77,8 @@ def check_clock(patient: Patient, limits: Limits) -> Iterator[Finding]:
             {"skew_seconds": round(skew, 3), "doubt_seconds": round(doubt, 3)},
         )
     with contextlib.suppress(*NOT_TO_BE_SEEN):
-        ((back,),) = patient.ask("clock_back")
-        if severity := severity_of(back, limits.clock_seconds):
+        ((back,),) = probe.ask("clock_back")
+        if severity := severity_of(back, thresholds.clock_seconds):
             yield Finding(
                 severity,
                 f"a lease was renewed {back:.1f} s in the future: the database's clock was set back (is it another "
@@ -84,18 +88,18 @@ def check_clock(patient: Patient, limits: Limits) -> Iterator[Finding]:
             )
 
 
-def _skew(patient: Patient) -> tuple[float, float]:
-    """By how much the database is ahead; and half of the round trip, by which that may be wrong."""
-    with patient.transaction() as conn:
-        before, began = patient.wall_clock(), time.monotonic()
-        ((said,),) = conn.execute(queries("doctor", patient.config.schema)["clock"]).fetchall()
+def _skew(probe: Probe) -> tuple[float, float]:
+    """The seconds by which the database is ahead, and half of the round trip, by which that may be wrong."""
+    with probe.transaction() as conn:
+        before, began = probe.wall_clock(), time.monotonic()
+        ((said,),) = conn.execute(queries("doctor", probe.config.schema)["clock"]).fetchall()
         half = (time.monotonic() - began) / 2
     return said - (before + half), half
 
 
-def check_durability(patient: Patient, _limits: Limits) -> Iterator[Finding]:
+def check_durability(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     names = ["fsync", "full_page_writes", "synchronous_commit"]
-    settings: dict[str, str] = dict(patient.ask("settings", names))
+    settings: dict[str, str] = dict(probe.ask("settings", names))
     yield ok(", ".join(f"{name} is {settings[name]}" for name in names))
     if settings["fsync"] == "off":
         yield critical(
@@ -107,10 +111,10 @@ def check_durability(patient: Patient, _limits: Limits) -> Iterator[Finding]:
             "full_page_writes is off: a crash of the machine can tear pages, unless the file system never does",
             "alter system set full_page_writes = on; select pg_reload_conf();",
         )
-    others = patient.ask("asynchronous_roles")
+    others = probe.ask("asynchronous_roles")
     for role, database in others:
         yield _asynchronous(role, database)
-    ((source,),) = patient.ask("source", "synchronous_commit")
+    ((source,),) = probe.ask("source", "synchronous_commit")
     if settings["synchronous_commit"] == "off" and source not in OF_A_ROLE:
         yield warning(
             "synchronous_commit is off: a crash of the server takes back its last commits, confirmed submits too",
@@ -118,17 +122,17 @@ def check_durability(patient: Patient, _limits: Limits) -> Iterator[Finding]:
             if source == "client"
             else "alter system set synchronous_commit = on; select pg_reload_conf();",
         )
-    unlogged = [name for name, is_unlogged, *_ in patient.ask("tables", patient.config.schema) if is_unlogged]
+    unlogged = [name for name, is_unlogged, *_ in probe.ask("tables", probe.config.schema) if is_unlogged]
     if unlogged:
         yield critical(
             f"unlogged, and so empty after a crash of the server: {', '.join(unlogged)}",
-            " ".join(f"alter table {patient.schema}.{name} set logged;" for name in unlogged),
+            " ".join(f"alter table {probe.schema}.{name} set logged;" for name in unlogged),
             tables=unlogged,
         )
 
 
 def _asynchronous(role: str, database: str) -> Finding:
-    """Both are quoted where they need it; empty means every one."""
+    """Both names are quoted where SQL needs it. Empty: every one."""
     whom = f"role {role}" if role else "every role"
     where = f" in database {database}" if database else ""
     command = f"alter role {role or 'all'}{where} reset synchronous_commit;"
@@ -141,3 +145,106 @@ def _asynchronous(role: str, database: str) -> Finding:
         role=role,
         database=database,
     )
+
+
+REPLICATION_ROLE = "session_replication_role"
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"\s*([0-9.eE+-]+)\s*(us|ms|s|min|h|d)?\s*")
+
+
+def check_row_security(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
+    yield ok("off for all tables")
+    tables = probe.ask("row_security", probe.config.schema)
+    if tables:
+        names = [name for name, _ in tables]
+        here = "this role too" if any(is_active for _, is_active in tables) else "not for this role, but for others"
+        yield critical(
+            f"row-level security is on ({here}) for: {some(names)}. What a policy does not show is not there, without "
+            f"an error: tasks wait that nobody claims",
+            " ".join(f"alter table {probe.schema}.{name} disable row level security;" for name in names),
+            tables=names,
+        )
+
+
+class _Given(NamedTuple):
+    """A setting of a role, of a database, of a role in a database, or of this session. Empty: every one."""
+
+    name: str
+    value: str
+    role: str
+    database: str
+    source: str = ""
+
+    def whom(self) -> str:
+        if self.source:
+            return "this session, by its address" if self.source == "client" else "every session of the server"
+        where = f" in database {self.database}" if self.database else ""
+        return f"{f'role {self.role}' if self.role else 'every role'}{where}"
+
+    def remedy(self) -> str:
+        if self.source == "client":
+            return f"take {self.name} out of `options` in the address, or out of PGOPTIONS"
+        if self.source:
+            return (
+                f"alter system reset {self.name}; select pg_reload_conf(); and take it out of postgresql.conf, and out "
+                f"of `options` in the address"
+            )
+        if self.database and not self.role:
+            return f"alter database {self.database} reset {self.name};"
+        where = f" in database {self.database}" if self.database else ""
+        return f"alter role {self.role or 'all'}{where} reset {self.name};"
+
+
+def check_sessions(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    yield ok("no setting keeps them from their work")
+    for given in _settings(probe, [REPLICATION_ROLE, *thresholds.shortest_timeouts]):
+        finding = _of_triggers(given) if given.name == REPLICATION_ROLE else _of_time(given, thresholds)
+        if finding is not None:
+            yield finding
+
+
+def _settings(probe: Probe, names: list[str]) -> Iterator[_Given]:
+    """Settings of all roles and databases, because any of them may run tasks or submit them. Those of this session
+    are added, unless it has them from its role or database.
+    """
+    of_roles = [_Given(*row) for row in probe.ask("role_settings", names)]
+    yield from of_roles
+    known = {(each.name, _seconds(each.value)) for each in of_roles}
+    for name, value, source in probe.ask("own_settings", names):
+        if source not in OF_A_ROLE and (name, _seconds(value)) not in known:
+            yield _Given(name, value, "", "", source)
+
+
+def _of_triggers(given: _Given) -> Finding | None:
+    if given.value.strip("'\"").lower() != "replica":
+        return None
+    return critical(
+        f"{REPLICATION_ROLE} is replica for {given.whom()}: triggers do not fire. Workers are not woken, who waits for "
+        f"a result is not told, and rows that are written in SQL lack what the triggers add",
+        given.remedy(),
+        setting=given.name,
+        role=given.role,
+        database=given.database,
+    )
+
+
+def _of_time(given: _Given, thresholds: Thresholds) -> Finding | None:
+    seconds, shortest = _seconds(given.value), thresholds.shortest_timeouts[given.name]
+    if seconds is None or not 0 < seconds < shortest:
+        return None
+    return Finding(
+        Severity.CRITICAL if seconds < shortest / 10 else Severity.WARNING,
+        f"{given.name} is {given.value} for {given.whom()}: what takes longer is broken off, and done again in vain. "
+        f"At least {age(shortest)} would do",
+        given.remedy(),
+        {"setting": given.name, "seconds": seconds, "role": given.role, "database": given.database},
+    )
+
+
+def _seconds(value: str) -> float | None:
+    """Without a unit, milliseconds. None: PostgreSQL would not accept it."""
+    found = _TIME.fullmatch(value.strip("'"))
+    try:
+        return float(found[1]) * _UNITS[found[2] or "ms"] if found else None
+    except ValueError:
+        return None

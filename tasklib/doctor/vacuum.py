@@ -1,24 +1,24 @@
-"""Checks of what makes claims slow and then stops them: dead rows, what keeps them, notifications that nobody reads."""
+"""Checks of what slows down claims and finally stops them: dead rows, transactions that keep them, unread
+notifications.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, critical, note, ok, warning
-from tasklib.doctor.limits import age, severity_of
+from tasklib.doctor.findings import Finding, age, critical, note, ok, severity_of, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Severity
-    from tasklib.doctor.limits import Limits
-    from tasklib.doctor.patient import Patient, Row
+    from tasklib.doctor.findings import Severity, Thresholds
+    from tasklib.doctor.probe import Probe, Row
 
 
-def check_autovacuum(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    tables = patient.ask("tables", patient.config.schema)
+def check_autovacuum(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    tables = probe.ask("tables", probe.config.schema)
     yield ok(f"{sum(dead for *_, dead, _ in tables):,} dead rows")
-    for setting, value in patient.ask("settings", ["autovacuum", "track_counts"]):
+    for setting, value in probe.ask("settings", ["autovacuum", "track_counts"]):
         if value == "off":
             yield critical(
                 f"{setting} is off: dead rows are never removed, claims become slower, and the disk fills",
@@ -28,15 +28,15 @@ def check_autovacuum(patient: Patient, limits: Limits) -> Iterator[Finding]:
         if not is_enabled:
             yield critical(
                 f"autovacuum is off for table {name}: its dead rows are never removed",
-                f"alter table {patient.schema}.{name} reset (autovacuum_enabled);",
+                f"alter table {probe.schema}.{name} reset (autovacuum_enabled);",
                 table=name,
             )
-        if dead > max(limits.dead_rows, 2 * waits_for):
+        if dead > max(thresholds.dead_rows, 2 * waits_for):
             yield warning(
                 f"{name} has {dead:,} dead rows beside {live:,} others: autovacuum, which waits for {waits_for:,.0f}, "
                 f"does not keep up or is held back",
-                f"end what `transactions` shows, then: vacuum {patient.schema}.{name}; if it comes again: "
-                f"alter table {patient.schema}.{name} set (autovacuum_vacuum_cost_delay = 0);",
+                f"end what `transactions` shows, then: vacuum {probe.schema}.{name}; if it comes again: "
+                f"alter table {probe.schema}.{name} set (autovacuum_vacuum_cost_delay = 0);",
                 table=name,
                 live=live,
                 dead=dead,
@@ -44,28 +44,28 @@ def check_autovacuum(patient: Patient, limits: Limits) -> Iterator[Finding]:
             )
 
 
-def check_transactions(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    rows = patient.ask("transactions")
+def check_transactions(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    rows = probe.ask("transactions")
     dated = [row for row in rows if row[-1] is not None]
     yield ok(f"the longest has lasted {max((seconds for *_, seconds in dated), default=0.0):.1f} s")
     for row in dated:
-        if severity := severity_of(row[-1], limits.transaction_seconds):
+        if severity := severity_of(row[-1], thresholds.transaction_seconds):
             yield _long_transaction(severity, row)
     hidden = [int(name) for _, name, *_, seconds in rows if seconds is None]
     if hidden:
         yield note(
             f"{len(hidden)} sessions of other roles are in a transaction, and this role may not see for how long",
-            f"grant pg_read_all_stats to {patient.server.role};",
+            f"grant pg_read_all_stats to {probe.server.role};",
             pids=hidden,
         )
-    yield from _forgotten_slots(patient, limits)
+    yield from _forgotten_slots(probe, thresholds)
 
 
-def _forgotten_slots(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    """Of standbys that have gone. One that is restarted is back before it has kept much."""
-    for name, keeps_rows, wal_bytes in patient.ask("slots"):
+def _forgotten_slots(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    """Slots of standbys that are gone. A standby that is only restarted is back before much is kept."""
+    for name, keeps_rows, wal_bytes in probe.ask("slots"):
         keeps = [*(["dead rows"] if keeps_rows else []), *([f"{wal_bytes / 1e6:,.0f} MB of WAL"] if wal_bytes else [])]
-        if keeps_rows or wal_bytes > limits.slot_wal_bytes:
+        if keeps_rows or wal_bytes > thresholds.slot_wal_bytes:
             yield warning(
                 f"nobody reads from replication slot {name}, which keeps {' and '.join(keeps)} for who does",
                 f"start its standby again, or: select pg_drop_replication_slot('{name}');",
@@ -95,10 +95,10 @@ def _long_transaction(severity: Severity, row: Row) -> Finding:
     )
 
 
-def check_notify_queue(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    ((usage,),) = patient.ask("notify_queue")
+def check_notify_queue(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    ((usage,),) = probe.ask("notify_queue")
     yield ok(f"{usage:.1%} full")
-    if severity := severity_of(usage, limits.notify_queue_share):
+    if severity := severity_of(usage, thresholds.notify_queue_share):
         yield Finding(
             severity,
             f"the server's queue of notifications is {usage:.2%} full: a session that listens, in any database, is in "

@@ -1,25 +1,24 @@
-"""Checks of the work: that somebody does it, and that what the dead have left is taken up."""
+"""Checks of the work: whether live workers serve all tasks, and whether tasks of dead workers are recovered."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, Severity, critical, ok, warning
-from tasklib.doctor.limits import age, some
+from tasklib.doctor.findings import Finding, Severity, age, critical, ok, some, warning
 from tasklib.sql import in_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.limits import Limits
-    from tasklib.doctor.patient import Patient
+    from tasklib.doctor.findings import Thresholds
+    from tasklib.doctor.probe import Probe
 
 
-def check_workers(patient: Patient, limits: Limits) -> Iterator[Finding]:
-    workers, waiting = patient.ask("live_workers"), patient.ask("unserved")
+def check_workers(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
+    workers, waiting = probe.ask("live_workers"), probe.ask("unserved")
     yield ok(f"{len(workers)} alive, and every name that waits is served")
     longest = max((seconds for *_, seconds in waiting), default=0.0)
-    is_late = longest > limits.unserved_seconds
+    is_late = longest > thresholds.unserved_seconds
     shown = some([f"{name} in queue {queue} ({count:,})" for queue, name, count, _ in waiting])
     details = {
         "waiting": [
@@ -43,9 +42,9 @@ def check_workers(patient: Patient, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def check_leases(patient: Patient, limits: Limits) -> Iterator[Finding]:
+def check_leases(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
     yield ok("none is stuck")
-    for worker_id, hostname, pid, seconds in patient.ask("undeclared", limits.stuck_seconds):
+    for worker_id, hostname, pid, seconds in probe.ask("undeclared", thresholds.stuck_seconds):
         yield critical(
             f"the lease of worker {worker_id} (pid {pid} on {hostname}) ran out {age(seconds)} ago, and nobody "
             f"recovers what it holds",
@@ -53,7 +52,7 @@ def check_leases(patient: Patient, limits: Limits) -> Iterator[Finding]:
             worker_id=worker_id,
             seconds=round(seconds),
         )
-    for worker_id, count, seconds in patient.ask("unrecovered", limits.stuck_seconds):
+    for worker_id, count, seconds in probe.ask("unrecovered", thresholds.stuck_seconds):
         yield critical(
             f"{count} tasks of worker {worker_id}, which is dead or has held them for too long, have waited for "
             f"{age(seconds)} to be recovered",
@@ -63,8 +62,8 @@ def check_leases(patient: Patient, limits: Limits) -> Iterator[Finding]:
             tasks=count,
             seconds=round(seconds),
         )
-    grace = limits.stuck_seconds + patient.config.timeout_delta_seconds
-    for task_id, name, worker_id, seconds in patient.ask("overdue", grace):
+    grace = thresholds.stuck_seconds + probe.config.timeout_delta_seconds
+    for task_id, name, worker_id, seconds in probe.ask("overdue", grace):
         yield warning(
             f"task {task_id} ({name}) goes on {age(seconds)} after its timeout; its worker {worker_id} cannot stop it",
             "restart the process that this worker is embedded in; tasklibd would have ended it by itself",
@@ -74,19 +73,19 @@ def check_leases(patient: Patient, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def check_unnoted_leases(patient: Patient, _limits: Limits) -> Iterator[Finding]:
+def check_unnoted_leases(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     yield ok("a claim tells of every lease")
-    for worker_id, count, example in patient.ask("unnoted"):
+    for worker_id, count, example in probe.ask("unnoted"):
         yield critical(
             f"{count} tasks are leased to worker {worker_id}, and no claim tells of it, so that nobody will recover "
             f"them; one is {example}",
-            in_schema(NOTE_LEASES, patient.config.schema),
+            in_schema(NOTE_LEASES, probe.config.schema),
             worker_id=worker_id,
             tasks=count,
         )
 
 
-# From then on the reaper looks after them: they run again when their lock has passed.
+# With a claim, the reaper finds these tasks, and they run again when their lock has passed.
 NOTE_LEASES = (
     "insert into tasklib.claims (worker_id, locked_until, task_ids) "
     "select worker_id, max(locked_until), array_agg(id) from tasklib.tasks as task "

@@ -1,1 +1,3 @@
-"""What has to be done for all workers, by any of them: each is a class with `run_once`. Two at once do no harm."""
+"""Work that is done for all workers by any process. Each duty is a class with `run_once`, and is safe to run twice at
+once.
+"""

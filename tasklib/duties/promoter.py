@@ -1,15 +1,15 @@
-"""Makes tasks claimable whose time has come. Needs no election: rows that another promotes are passed over."""
+"""Makes tasks ready whose time has come. It needs no election: rows that another session is promoting are skipped."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.duties.apart import Sweep
+from tasklib.runtime.bad_rows import Sweep
 from tasklib.statements import Promotion
 
 if TYPE_CHECKING:
+    from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib.worker.session import Session
 
 LONGEST_PAUSE_SECONDS = 1.0
 

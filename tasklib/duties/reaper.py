@@ -1,8 +1,9 @@
-"""Recovers the tasks of workers that died, and those whose lock has passed.
+"""Recovers the tasks of workers that died, and tasks whose lock has passed.
 
-A worker is declared dead in its own row; from then on it cannot renew. Its claims say what it held. Each task is
-settled by the same guarded statement that its own worker would use: whoever comes second changes nothing. Until the
-server and this connection have been up for one lease, nobody is declared dead: in an outage nobody could renew.
+A worker is declared dead in its own row, and can no longer renew its lease. Its claims say which tasks it held. Each
+task is settled by the guarded statement that its own worker would use, so that whoever comes second changes nothing.
+No worker is declared dead until the server and this connection have been up for one lease: during an outage, no
+worker could renew.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from tasklib.clock import time
-from tasklib.connection import is_connection_lost
-from tasklib.duties.settling import Decided, Settling
+from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
 from tasklib.outcomes import Crashed, Rules, decide
-from tasklib.worker.tally import Tally
+from tasklib.runtime.metrics import WorkerMetrics
+from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from tasklib.config import Config
+    from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib.worker.session import Session
 
-KEEP_DEAD_SECONDS = 3600.0  # the rows of dead workers, for somebody who looks
+KEEP_DEAD_SECONDS = 3600.0  # the rows of dead workers, for operators
 FORGET_EVERY_SECONDS = 60.0
-MOST_FAILURES = 10  # of claims in one round; more of them are no matter of one claim
+MOST_FAILURES = 10  # claims that fail in one round; with more, the fault is not in the claims
 
 
 class Reaper:
@@ -38,12 +39,12 @@ class Reaper:
         statements: WorkerStatements,
         *,
         keep_dead_seconds: float | None = KEEP_DEAD_SECONDS,
-        tally: Tally | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._session = session
         self._statements = statements
-        self._tally = tally or Tally()
-        self._settling = Settling(session, statements, self._tally)
+        self._metrics = metrics or WorkerMetrics()
+        self._settling = RecoveryWriter(session, statements, self._metrics)
         self._keep_dead_seconds = keep_dead_seconds
         self._forget_at = 0.0
         self._lease_seconds = config.lease_seconds
@@ -66,7 +67,7 @@ class Reaper:
             log.warning("worker.died", worker_id=worker_id, worker=name, hostname=hostname, pid=pid)
 
     def _recover_abandoned(self) -> None:
-        """By key: claims that cannot be recovered now do not hide those behind them."""
+        """Page by page, so that claims that cannot be recovered now do not hide those behind them."""
         after = ("", -1)
         failures: list[psycopg.Error] = []
         while page := self._session.run(self._statements.abandoned(after)):
@@ -79,7 +80,7 @@ class Reaper:
                     failures.append(error)
             after = page[-1][:2]
         if failures:
-            raise failures[0]  # told and counted once for all of them
+            raise failures[0]  # logged and counted once for all of them
 
     def _recover(self, worker_id: str, claim_id: int, now: datetime, *, worker_is_alive: bool) -> None:
         reason = "its lock passed" if worker_is_alive else "its worker died: the lease ran out"
@@ -88,7 +89,7 @@ class Reaper:
         decided = self._settling.decide(
             tasks, lambda task: Decided(task, decide(task, crash, now, self._rules), task.state)
         )
-        if recovered := self._settling.settle(worker_id, decided, now):
-            self._tally.lost(recovered, "lease_expired")
+        if recovered := self._settling.recover(worker_id, decided, now):
+            self._metrics.lost(recovered, "lease_expired")
             log.warning("tasks.recovered", worker_id=worker_id, count=recovered)
         self._session.run(self._statements.forget_claim(worker_id, claim_id))

@@ -1,5 +1,5 @@
-"""Writes down by the minute what became of tasks, for statistics over a window: a few rows every ten seconds, however
-many tasks there were. What was counted and not written when a process was killed is missing there.
+"""Writes statistics of finished attempts by the minute: a few rows every ten seconds, however many tasks there were.
+Counts that a process had not written when it was killed are missing.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, LiteralString
 
 from pydantic_core import to_json
 
-from tasklib.duties.apart import first_line, send_apart
 from tasklib.log import log
+from tasklib.runtime.bad_rows import first_line, send_apart
+from tasklib.runtime.metrics import merge
 from tasklib.sql import queries
 from tasklib.statements import Statement
-from tasklib.worker.tally import merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import psycopg
 
     from tasklib.config import Config
-    from tasklib.worker.session import Session
-    from tasklib.worker.tally import Amounts
+    from tasklib.runtime.metrics import Amounts
+    from tasklib.runtime.session import Session
 
 EVERY_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # while there is nothing to write
@@ -37,7 +37,7 @@ class Rollups:
         self._unwritten: Amounts = {}
 
     def run_once(self) -> float | None:
-        """What cannot be written is kept for the next time."""
+        """Counts that cannot be written are kept for the next time."""
         merge(self._unwritten, self._take())
         rows = _rows(self._unwritten)
         if not rows:
@@ -51,7 +51,7 @@ class Rollups:
     def _note(self, rows: Sequence[dict[str, Any]]) -> None:
         self._session.run(Statement(self._sql, (to_json(rows).decode(),), lambda _: None))
         for row in rows:
-            self._forget(row)  # at once: if a later part has to be sent again, it must not be counted twice
+            self._forget(row)  # at once: if a later part is sent again, this one must not be counted twice
 
     def _refuse(self, row: dict[str, Any], error: psycopg.Error) -> None:
         log.error("statistics.refused", task=row["name"], queue=row["queue"], error=first_line(error))
@@ -64,7 +64,7 @@ class Rollups:
 
 
 def _rows(amounts: Amounts) -> list[dict[str, Any]]:
-    """One for each task function and queue."""
+    """One row for each task function and queue."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (word, *labels), values in amounts.items():
         if word not in {"finished", "retried", *_HISTOGRAMS}:

@@ -1,4 +1,4 @@
-"""Writes down how the workers of a daemon are: one row a worker every few seconds, for charts."""
+"""Writes snapshots of a daemon's workers for charts: one row for each worker, every few seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tasklib.duties.apart import first_line, send_apart
 from tasklib.log import log
+from tasklib.runtime.bad_rows import first_line, send_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from tasklib.duties.statements import KeeperStatements
-    from tasklib.worker.session import Session
+    from tasklib.runtime.session import Session
 
 _MEGABYTE = 1024 * 1024
 
@@ -50,12 +50,12 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClaimSettings:
     """What the workers of one daemon have in common."""
 
     queues: Sequence[str] | None
     max_claim_batch: int
-    max_claim_per_worker: int | None  # None: as many as fit the pace of its tasks
+    max_claim_per_worker: int | None  # None: it depends on how fast its tasks run
     recovery_config: Mapping[str, Any]
 
 
@@ -64,14 +64,14 @@ class Snapshots:
         self,
         session: Session,
         statements: KeeperStatements,
-        limits: Limits,
+        claim_settings: ClaimSettings,
         *,
         take: Callable[[], Sequence[WorkerState]],
         every_seconds: float = 5.0,
     ) -> None:
         self._session = session
         self._statements = statements
-        self._limits = limits
+        self._claim_settings = claim_settings
         self._take = take
         self._every_seconds = every_seconds
 
@@ -81,15 +81,16 @@ class Snapshots:
         return self._every_seconds
 
     def _note(self, states: Sequence[Mapping[str, Any]]) -> None:
-        limits = self._limits
-        note = self._statements.note_states(
-            states,
-            queues=limits.queues,
-            max_claim_batch=limits.max_claim_batch,
-            max_claim_per_worker=limits.max_claim_per_worker,
-            recovery_config=limits.recovery_config,
+        same = self._claim_settings
+        self._session.run(
+            self._statements.note_states(
+                states,
+                queues=same.queues,
+                max_claim_batch=same.max_claim_batch,
+                max_claim_per_worker=same.max_claim_per_worker,
+                recovery_config=same.recovery_config,
+            )
         )
-        self._session.run(note)
 
 
 def _tell_refused(state: Mapping[str, Any], error: psycopg.Error) -> None:

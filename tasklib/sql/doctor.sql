@@ -1,5 +1,5 @@
--- What the doctor asks. Nothing here writes, and nothing reads all of the tasks save `unnoted`, which has to be asked
--- for. Each is sent in a transaction of its own, with a limit on its time and its patience.
+-- Queries of the doctor. None of them writes, and none but `unnoted`, which is optional, reads all tasks. Each is sent in a
+-- transaction of its own, with limits on its time and on its waits for locks.
 
 
 -- name: server
@@ -12,7 +12,7 @@ select current_setting('server_version'), current_setting('server_version_num'):
 select to_regnamespace($1) is not null, coalesce(has_schema_privilege(to_regnamespace($1), 'usage'), false);
 
 
--- Of these rights on tables (two arrays), those that the role has not.
+-- Those of these rights on tables (two arrays) that the role does not have.
 -- name: missing_table_rights
 select needed.relation, needed.privilege
   from unnest($2::text[], $3::text[]) as needed (relation, privilege)
@@ -29,8 +29,8 @@ select proc.proname::text, proc.oid::regprocedure::text
  order by 2;
 
 
--- What is there and has no effect: triggers that are off (a restore by `--disable-triggers` that was cut short leaves
--- them so), and indexes that a build which failed has left.
+-- Parts that exist and have no effect: triggers that are off (an interrupted restore with `--disable-triggers` leaves them so),
+-- and indexes that a failed build has left.
 -- name: without_effect
 select 'trigger', class.relname::text, trigger.tgname::text
   from pg_trigger as trigger join pg_class as class on class.oid = trigger.tgrelid
@@ -49,7 +49,7 @@ select 'index', class.relname::text, built.relname::text
 select extract(epoch from clock_timestamp())::double precision;
 
 
--- By how much the newest renewal lies in the future: the clock was set back, or it is another server's.
+-- By how much the newest renewal lies in the future: the clock was set back, or this is another server.
 -- name: clock_back
 select coalesce(extract(epoch from max(renewed_at) - clock_timestamp()), 0)::double precision from tasklib.workers;
 
@@ -58,12 +58,12 @@ select coalesce(extract(epoch from max(renewed_at) - clock_timestamp()), 0)::dou
 select name, setting from pg_settings where name = any($1::text[]);
 
 
--- Where a session's own value comes from: the server, a role or database, or the address that it came by.
+-- Where a session's own value comes from: the server, a role or database, or the address of the connection.
 -- name: source
 select source from pg_settings where name = $1;
 
 
--- Who commits without waiting for the disk, beside the server's own setting: a role, a database, or a role in one.
+-- Roles, databases, and roles in a database that commit without waiting for the disk, apart from the server's own setting.
 -- name: asynchronous_roles
 select coalesce(quote_ident(role.rolname), ''), coalesce(quote_ident(database.datname), '')
   from pg_db_role_setting as given
@@ -76,7 +76,7 @@ select coalesce(quote_ident(role.rolname), ''), coalesce(quote_ident(database.da
  order by 1, 2;
 
 
--- Settings of these names that a role, a database, or a role in one has: name, value, role, database.
+-- Settings with these names of roles, databases, or roles in a database: name, value, role, database.
 -- name: role_settings
 select split_part(line, '=', 1), substr(line, strpos(line, '=') + 1), coalesce(quote_ident(role.rolname), ''),
        coalesce(quote_ident(database.datname), '')
@@ -88,15 +88,15 @@ select split_part(line, '=', 1), substr(line, strpos(line, '=') + 1), coalesce(q
  order by 1, 3, 4;
 
 
--- What this session began with, where that is not PostgreSQL's default. Not the present value: the doctor has set limits
--- of its own for this transaction, of which the source is `session`.
+-- The values with which this session began, if they are not PostgreSQL's default. The present values are not used, because the
+-- doctor has set limits of its own for this transaction (source `session`).
 -- name: own_settings
 select name, reset_val || coalesce(unit, ''), source
   from pg_settings
  where name = any($1::text[]) and reset_val is distinct from boot_val;
 
 
--- Tables on which row-level security is on, and whether it is for this role.
+-- Tables with row-level security, and whether it applies to this role.
 -- name: row_security
 select class.relname::text, row_security_active(class.oid)
   from pg_class as class join pg_namespace as namespace on namespace.oid = class.relnamespace
@@ -104,7 +104,8 @@ select class.relname::text, row_security_active(class.oid)
  order by 1;
 
 
--- Each table with what autovacuum waits for: its own options where it has them, else the server's. 18 has an upper bound.
+-- Each table with the threshold of autovacuum: its own options where it has them, else the server's. PostgreSQL 18 has an upper
+-- bound.
 -- name: tables
 select class.relname::text, class.relpersistence = 'u',
        coalesce((options.given ->> 'autovacuum_enabled')::boolean, true),
@@ -126,8 +127,9 @@ select class.relname::text, class.relpersistence = 'u',
  order by 1;
 
 
--- What keeps dead rows from being removed: transactions, and prepared ones. Of the sessions of others, a role without pg_read_all_stats sees that they hold a snapshot, and not since when: no age. A
--- vacuum's own snapshot holds up no other; parallel workers go with their leader.
+-- Transactions, open and prepared, that keep dead rows from being removed. A role without pg_read_all_stats sees that other roles'
+-- sessions hold a snapshot, but not since when: they have no age. A vacuum's own snapshot does not count, and parallel workers are
+-- counted with their leader.
 -- name: transactions
 select 'session' as kind, pid::text as name, quote_ident(usename) as owner, coalesce(application_name, '') as application,
        coalesce(state, '') as state,
@@ -145,7 +147,7 @@ select 'prepared', gid, owner::text, '', 'prepared',
 order by seconds desc nulls last;
 
 
--- Slots that nobody reads from: whether they keep dead rows (a standby with feedback), and how much of the log they keep.
+-- Slots without a reader: whether they keep dead rows (a standby with feedback), and how much of the log they keep.
 -- name: slots
 select slot_name::text, xmin is not null,
        coalesce(pg_wal_lsn_diff(
@@ -160,7 +162,7 @@ select slot_name::text, xmin is not null,
 select pg_notification_queue_usage();
 
 
--- What there is, and what is in use: of the server, of this role, and of this database. A limit of -1 is none.
+-- Connections that exist and that are in use: of the server, of this role, and of this database. A limit of -1 is none.
 -- name: connections
 select current_setting('max_connections')::integer,
        current_setting('superuser_reserved_connections')::integer
@@ -176,8 +178,8 @@ select current_setting('max_connections')::integer,
 select worker_id, concurrency from tasklib.workers where died_at is null and lease_until > clock_timestamp();
 
 
--- Live workers by the process that they share connections with: a daemon, which has written a snapshot of each lately, or
--- by themselves. The time is a subquery, or the index would not be used.
+-- Live workers, grouped by the process whose connections they share: a daemon, which has written a snapshot of each lately, or the
+-- worker alone. The time is a subquery, or the index would not be used.
 -- name: live_processes
 select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::bigint
   from (select worker_id, name, hostname, concurrency,
@@ -187,8 +189,8 @@ select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::bigint
  group by worker.of_daemon, worker.hostname, worker.name, case when not worker.of_daemon then worker.worker_id end;
 
 
--- Names that wait and that no live worker serves, by queue; of each queue, among the first ten thousand that are ready:
--- one short scan of the index that claims go by.
+-- Names that wait and that no live worker serves, by queue. Only the first ten thousand ready tasks of each queue are read: one
+-- short scan of the index of the claims.
 -- name: unserved
 with recursive queues as (
     (select queue from tasklib.tasks where ready order by queue limit 1)
@@ -209,7 +211,7 @@ select queues.queue::text, waiting.name::text, count(*),
  order by 4 desc;
 
 
--- Workers whose lease ran out, and that nobody has declared dead. Nobody does while the server is younger than a lease.
+-- Workers whose lease has run out and that were not declared dead. Until the server has been up for a lease, none is declared dead.
 -- name: undeclared
 select worker_id, hostname, pid, extract(epoch from clock_timestamp() - lease_until)::double precision
   from tasklib.workers
@@ -218,7 +220,7 @@ select worker_id, hostname, pid, extract(epoch from clock_timestamp() - lease_un
  order by lease_until;
 
 
--- Claims of the dead, and claims whose lock has passed, that nobody has recovered.
+-- Claims of dead workers, and claims whose lock has passed, that were not recovered.
 -- name: unrecovered
 select claim.worker_id, sum(cardinality(claim.task_ids))::bigint,
        extract(epoch from clock_timestamp() - min(least(claim.locked_until, worker.died_at)))::double precision
@@ -230,8 +232,8 @@ select claim.worker_id, sum(cardinality(claim.task_ids))::bigint,
  order by 3 desc;
 
 
--- Tasks that run for longer than their timeout allows, though they were told to stop ($1 seconds of grace).
--- `offset 0` keeps the lookup by key where it is, as in `held` of claims.
+-- Tasks that run for longer than their timeout allows although they were told to stop ($1 seconds of grace).
+-- `offset 0` keeps the lookup by key in place, as in `held` of claims.
 -- name: overdue
 select task.id, task.name::text, claim.worker_id,
        extract(epoch from clock_timestamp() - task.started_at)::double precision - task.timeout_seconds
@@ -246,8 +248,8 @@ select task.id, task.name::text, claim.worker_id,
  order by 4 desc;
 
 
--- Leases that no claim tells of: nobody would ever recover them. No worker leaves such; SQL by hand may, and a restore
--- of `tasks` without `claims`. Reads the whole table.
+-- Leases without a claim, which would never be recovered. Workers never leave one; SQL by hand may, and so may a restore of `tasks`
+-- without `claims`. Reads the whole table.
 -- name: unnoted
 select worker_id, count(*), (min(id::text))::uuid
   from tasklib.tasks as task

@@ -1,9 +1,10 @@
--- Statements of who sleeps: the other side of the function `ring`.
+-- Statements of a worker that is about to sleep: the other side of the function `ring`.
 
 
--- First the locks that say who sleeps, then whether anybody is about to commit who may have looked before: the second
--- must not be asked before the first are held, and an aggregate below it makes sure. Tries alone: who rings holds each
--- for a moment. Answers which are held now, and whether nobody was about to commit.
+-- Registers the worker as sleeping, by one advisory lock for each queue. Then asks whether another session is about to commit that
+-- may have looked for sleepers before. The order matters, and the aggregate in the subquery enforces it. The locks are only tried,
+-- because a ringing session holds each of them for a moment. Answers which locks are held now, and whether no session was about to
+-- commit.
 -- name: arm
 select held.queues, pg_try_advisory_xact_lock(hashtext('tasklib.flight'), 0)
 from (
@@ -13,5 +14,6 @@ from (
 ) as held;
 
 
+-- Releases these locks.
 -- name: disarm
 select count(pg_advisory_unlock_shared(hashtext('tasklib.sleep'), hashtext(queue))) from unnest($1::text[]) as queue;

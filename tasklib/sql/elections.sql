@@ -1,10 +1,10 @@
--- Statements about elections: who does what is done once for all daemons. A row lease, not a session lock: it ends by
--- itself, whatever became of its holder's connection.
+-- Statements about elections: which daemon runs the duties that are done once for all of them. A row with a lease and not a session
+-- lock, because a lease ends by itself, whatever becomes of its holder's connection.
 
 
--- To be elected, or to stay so. A row comes back for the holder only. While another holds it, nothing is written and no
--- row is locked: that is what all the others do all day. The clock is read again when the row's lock is held. A term that
--- would last for more than an hour is nobody's: the clock was set back, or somebody wrote it by hand.
+-- Stands for election, or renews the term. A row comes back for the holder only. While another daemon holds the row, nothing is
+-- written and no row is locked, because all other daemons do this all day. The clock is read again when the row's lock is held. A
+-- term of more than an hour does not count: the clock was set back, or the row was written by hand.
 -- name: stand
 insert into tasklib.elections as election (name, holder, term, until)
 select $1::text, $2::text, 1, clock_timestamp() + $3::double precision * interval '1 second'
@@ -21,6 +21,6 @@ on conflict (name) do update
 returning term;
 
 
--- The holder leaves: the next one need not wait.
+-- Ends the holder's term at once, so that the next daemon need not wait.
 -- name: resign
 update tasklib.elections set until = clock_timestamp() where name = $1::text and holder = $2::text;

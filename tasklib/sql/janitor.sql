@@ -1,13 +1,13 @@
--- Statements that delete what has been kept for long enough. The attempts go with their tasks, by a trigger.
+-- Statements that delete tasks that have been kept for long enough. A trigger deletes their attempts with them.
 
 
--- One page of tasks, by key after $1 and below $2, and those of it that are old enough go. Ids are made from the time,
--- so what may be old lies at one end, and the end of the index that grows is never read. An index on completed_at would
--- be written by every finish of every task, for this alone. Buried tasks stay for a person to look at, and the steps of
--- a workflow until it goes as a whole.
--- A row that somebody holds is left for the next time. Whether it is old is asked where it is locked, which looks again
--- at what was changed meanwhile: a person may just have retried it. By ctid, so that each is looked up once.
--- Answers the last key of the page (null: there is no more), and how many went.
+-- Deletes the tasks of one page (keys after $1 and below $2) that are old enough. Ids are made from the time, so that old tasks lie
+-- at one end of the primary key, and the end that grows is never read. An index on completed_at would be written at the end of
+-- every task, for this statement alone. Buried tasks are kept for a person to look at, and the steps of a workflow until it is
+-- deleted as a whole.
+-- A locked row is left for the next time. The age is checked where the row is locked, because PostgreSQL then looks at its latest
+-- version: a person may just have retried the task. By ctid, so that each row is looked up once.
+-- Answers the last key of the page (null: the page is empty), and how many tasks were deleted.
 -- name: prune
 with page as materialized (
     select id from tasklib.tasks
@@ -27,12 +27,13 @@ with page as materialized (
 select (select id from page order by id desc limit 1), (select count(*) from gone);
 
 
--- The keys of a page, and those of them that are old enough by key: for when PostgreSQL refuses to delete one of them,
--- because a table of the user's refers to it, for instance.
+-- The keys of a page. `prune_given` deletes by key. These two are used when PostgreSQL refuses to delete one of the tasks, for
+-- instance because a table of the application refers to it.
 -- name: page
 select id from tasklib.tasks where id > $1::uuid and id < $2::uuid order by id limit (select $3::integer);
 
 
+-- Deletes those of these tasks that are old enough.
 -- name: prune_given
 with gone as (
     delete from tasklib.tasks

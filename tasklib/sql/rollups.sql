@@ -1,7 +1,7 @@
--- Statements about what tasks came to by the minute.
+-- Statements about statistics by the minute.
 
 
--- What was counted since the last time. In the order of the key: two that write at once wait for each other, and no more.
+-- Adds counts to the current minute. In the order of the key, so that two writers wait for each other and do not deadlock.
 -- name: note
 insert into tasklib.task_rollups as rollup (
     minute, name, queue, completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried, seconds, waited,
@@ -28,7 +28,7 @@ on conflict (minute, name, queue) do update
                 as pair (old, new, place) order by place) end;
 
 
--- The oldest first, and no more than a batch. Answers how many went.
+-- Deletes a batch, the oldest rows first. Answers how many were deleted.
 -- name: prune
 with gone as (
     delete from tasklib.task_rollups

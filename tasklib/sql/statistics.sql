@@ -1,13 +1,13 @@
--- Figures about the queue, for people, and for the gauges that the elected keeper shows for all daemons.
+-- Statistics for people, and for the gauges that the elected keeper exports for all daemons.
 
 
--- Columns in the order of tasklib.statistics.QueueStatistics.
+-- One row for each queue, with the columns in the order of tasklib.statistics.QueueStatistics.
 -- name: queues
 select queue, ready, scheduled, retrying, claimed, running, oldest_ready_age_seconds, newest_ready_age_seconds
 from tasklib.queue_statistics($1::text, $2::bigint);
 
 
--- Columns in the order of tasklib.statistics.TaskStatistics.
+-- One row for each task function, with the columns in the order of tasklib.statistics.TaskStatistics.
 -- name: tasks
 select name, attempts, completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried, per_second,
        average_seconds, p50_seconds, p95_seconds, p99_seconds, average_wait_seconds, p50_wait_seconds, p95_wait_seconds,
@@ -15,13 +15,14 @@ select name, attempts, completed, failed, timed_out, cancelled, snoozed, interru
 from tasklib.task_statistics($1::double precision * interval '1 second', $2::text);
 
 
+-- How much work there is, for a scaler.
 -- name: backlog
 select tasklib.backlog($1::text[], $2::bigint);
 
 
--- What there is once for all daemons. Everybody may read the counts of connections; of other roles' transactions, a role
--- without pg_read_all_stats sees nothing. Prepared transactions hold back vacuum like open ones; those of other databases
--- do not, nor does another vacuum.
+-- Figures of the whole cluster. Every role may read the counts of connections, but a role without pg_read_all_stats does not see
+-- transactions of other roles. Prepared transactions hold back vacuum like open ones. Transactions of other databases do not, nor
+-- does another vacuum.
 -- name: cluster
 select (select n_tup_ins from pg_stat_user_tables where relid = 'tasklib.tasks'::regclass),
        (select extract(epoch from clock_timestamp() - due_at)::double precision from tasklib.tasks
@@ -46,6 +47,7 @@ from (select count(*) filter (where is_alive and not stopping) as alive,
                 from tasklib.workers) as each) as workers;
 
 
+-- The size of each table, and its live and dead rows.
 -- name: tables
 select relname, pg_total_relation_size(relid), n_live_tup, n_dead_tup
 from pg_stat_user_tables

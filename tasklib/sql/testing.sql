@@ -1,7 +1,7 @@
--- Statements for the tests of applications: see tasklib/testing.py. Nothing else in the library sends them.
+-- Statements for the tests of applications: see tasklib/testing.py. Nothing else sends them.
 
 
--- The attempts go with their tasks, by a trigger.
+-- Deletes everything. A trigger deletes the attempts with their tasks.
 -- name: empty
 with
     tasks as (delete from tasklib.tasks),
@@ -13,9 +13,9 @@ with
 delete from tasklib.workers;
 
 
--- As if whatever waits had been submitted that much earlier. All of its times move together, so that their order and
--- distances stay as they are; promote and expire then judge by the real clock, as ever. What a worker holds, and what is
--- final, stays: its times are history.
+-- Moves all waiting tasks into the past, as if they had been submitted that much earlier. All of their times move together, so that
+-- their order and distances stay. Promote and expire then judge by the real clock, as always. Tasks that are held or final stay as
+-- they are, because their times are history.
 -- name: travel
 update tasklib.tasks
    set created_at = created_at - passed.time, scheduled_at = scheduled_at - passed.time,
@@ -25,12 +25,13 @@ update tasklib.tasks
  where state = 'pending' or next_retry_at is not null;
 
 
+-- The database's clock.
 -- name: clock
 select clock_timestamp();
 
 
--- As if no time had passed since $1, or since the submit of what was submitted later. Tasks that are given one and the
--- same time keep their order: ids grow.
+-- Stops the time since $1, or since the submit of later tasks: all times of waiting tasks move on with the clock. Tasks that get the
+-- same time keep their order, because ids grow.
 -- name: hold
 update tasklib.tasks as task
    set created_at = created_at + held.time, scheduled_at = scheduled_at + held.time,
@@ -41,13 +42,13 @@ update tasklib.tasks as task
  where task.id = held.id and held.time > interval '0';
 
 
--- What one worker has executed, in the order in which it began.
+-- The tasks that one worker has executed, in the order of their first start.
 -- name: executed
 select task_id from tasklib.task_attempts where worker_id = $1::text group by task_id order by min(started_at), task_id;
 
 
--- Waits until the database's clock has passed the end of everything that one worker has executed. A worker's clock may
--- be ahead by as long as an answer took: a retry in 300 s would not yet be due after `travel(300)`.
+-- Waits until the database's clock has passed the end of all executions of one worker. A worker's clock may be ahead by as long as an
+-- answer took. Otherwise a retry in 300 s might not be due after `travel(300)`.
 -- name: pass_last_end
 select pg_sleep(least(coalesce(extract(epoch from max(finished_at) - clock_timestamp()), 0), 10)::double precision)
   from tasklib.task_attempts where worker_id = $1::text;

@@ -1,7 +1,7 @@
 -- Statements about snapshots of workers.
 
 
--- One statement for all workers of a daemon. What they have in common comes once.
+-- Writes snapshots of all workers of a daemon. Values that are the same for all of them are sent once.
 -- name: note
 insert into tasklib.worker_states (
     worker_id, hostname, pid, processes, tasks_running, tasks_claimed, memory_usage_mb, memory_percent, cpu_percent,
@@ -14,7 +14,7 @@ select worker_id, hostname, pid, processes, tasks_running, tasks_claimed, memory
     worker_started_at timestamptz);
 
 
--- The oldest first, and no more than a batch. Answers how many went.
+-- Deletes a batch, the oldest rows first. Answers how many were deleted.
 -- name: prune
 with gone as (
     delete from tasklib.worker_states

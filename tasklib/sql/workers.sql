@@ -1,7 +1,8 @@
--- Statements about workers and their leases. The lease is the worker's row: one write per worker, never per task.
+-- Statements about workers and their leases. The lease is the worker's row: it is renewed once per worker, never per task.
 
 
--- Again, after an answer was lost, it is a renewal: the id is the worker's own for ever. No row: it died meanwhile.
+-- Registers a worker. A second time, after the answer was lost, it is a renewal, because no other worker ever has this id. No row
+-- comes back if the worker was declared dead meanwhile.
 -- name: register
 insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names, concurrency, lease_until)
 values ($1::text, $2::text, $3::text, $4::integer, $5::text, $6::text[], $7::text[], $8::integer,
@@ -12,7 +13,7 @@ on conflict (worker_id) do update
 returning clock_timestamp();
 
 
--- A worker that was given up for dead stays dead: no row comes back. The row's own lock decides between this and
+-- Renews a lease. A worker that was declared dead stays dead: no row comes back. The lock of the row decides between this and
 -- `declare_dead`.
 -- name: renew
 update tasklib.workers
@@ -22,8 +23,8 @@ update tasklib.workers
 returning clock_timestamp();
 
 
--- By the keeper, for workers that it knows to be alive: a task that holds the interpreter's lock keeps its worker from
--- doing so itself. Only where half of the lease has passed unrenewed, which is hardly ever: then nothing is written.
+-- Renews the leases of workers that the keeper knows to be alive. A task that holds the interpreter's lock keeps its worker from
+-- renewing its own lease. A row is written only if half of its lease has passed, which is rare.
 -- name: renew_for
 update tasklib.workers
    set renewed_at = clock_timestamp(), lease_until = clock_timestamp() + $2::double precision * interval '1 second'
@@ -32,14 +33,14 @@ update tasklib.workers
 returning worker_id;
 
 
--- Not while it still holds something.
+-- Deletes the worker's row, unless the worker still holds a claim.
 -- name: deregister
 delete from tasklib.workers
  where worker_id = $1::text and not exists (select from tasklib.claims where claims.worker_id = $1::text);
 
 
--- Leases that ran out. The clock is read again when the row's lock is held. No lease counts as run out while the
--- server itself is younger than a lease: it may be that nobody could renew.
+-- Declares workers dead whose lease has run out. The clock is read again when the row's lock is held. Until the server has been up
+-- for a lease, no worker is declared dead, because none could renew while it was down.
 -- name: declare_dead
 update tasklib.workers
    set died_at = clock_timestamp()
@@ -48,15 +49,16 @@ update tasklib.workers
 returning worker_id, name, hostname, pid;
 
 
--- The dead are forgotten when nothing of theirs is left, and the time has passed in which somebody could look.
+-- Deletes the rows of dead workers that hold nothing any more, after the time for which they are kept for operators.
 -- name: forget_dead
 delete from tasklib.workers as worker
  where died_at < clock_timestamp() - $1::double precision * interval '1 second'
    and not exists (select from tasklib.claims where claims.worker_id = worker.worker_id);
 
 
--- What a worker's task functions say, for who submits them by name. Only what differs is written, and what has not been
--- seen for a day: a restart writes nothing. In the order of the names, so that two workers cannot deadlock.
+-- Declares the options of a worker's task functions, for clients that submit by name. Only options that differ are written, and
+-- those that were not declared for a day, so that a restart writes nothing. In the order of the names, so that two workers cannot
+-- deadlock.
 -- name: declare
 insert into tasklib.task_functions (name, queue, priority, max_retries, timeout_seconds, store_result, on_crash)
 select name, queue, priority, max_retries, timeout_seconds, store_result, on_crash
@@ -76,7 +78,7 @@ on conflict (name) do update
         excluded.on_crash, excluded.seen_at);
 
 
--- Options of functions that no worker has had for a long time: whoever renames a function leaves a row behind.
+-- Deletes the options of functions that no worker has declared for a long time: a renamed function leaves its old row behind.
 -- name: forget_functions
 with gone as (
     delete from tasklib.task_functions

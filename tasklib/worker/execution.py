@@ -1,4 +1,4 @@
-"""One claimed task inside this worker, from the claim until its settlement is committed."""
+"""One claimed task inside this worker, from the claim until its outcome is committed; and how to interrupt it."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.outcomes import HeldTask
+    from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
-    from tasklib.worker.clock import DatabaseClock
-    from tasklib.worker.transactions import Transaction
+    from tasklib.worker.task_connection import TaskConnection
 
 
-MOST_CONTAINED_RUNS = 2  # crashes after which a suspect may run beside others, in a process of its own
+# A suspect may run beside others, in a process of its own, until its worker has died this often under it. After that it
+# must be alone in a worker, which costs the worker's other slots: an unlucky task should not get there by chance.
+MOST_CONTAINED_RUNS = 5
 _one_at_a_time = threading.Lock()
 
 
 class Execution:
-    """The task, where it runs, and the way to stop it. Its fields change under the buffer's lock, or by its runner."""
+    """The task and the state of its execution. Fields change under the buffer's lock, or in the runner's thread."""
 
     started = math.inf  # monotonic
-    started_at: datetime | None = None  # by the database's clock, once somebody has been told
+    started_at: datetime | None = None  # by the database's clock; None until it is needed
     deadline = math.inf  # when it is told to stop
-    timeout_limit = math.inf  # after that; two, since two threads write them
+    timeout_limit = math.inf  # when it must have stopped; each limit is written by one thread
     cancel_limit = math.inf
     is_marked = False  # `running` in the database
-    waits_since = math.inf  # monotonic: it has to be marked, to be loaded, or to be alone before it starts
-    not_before = 0.0  # monotonic: somebody had locked its row, and it is tried again then
-    has_own_process = False  # it was given one because it is a suspect
-    may_have_own_process = False  # as far as its function and its worker go
-    is_patient = True  # it waits longer than a moment for its worker to be empty
+    waits_since = math.inf  # monotonic: since then it waits to be prepared
+    not_before = 0.0  # monotonic: its row was locked, and it is tried again then
+    has_own_process = False  # given to it because it is a suspect
+    may_have_own_process = False  # its function and its worker allow it
+    is_patient = True  # it waits for an empty worker for longer than a moment
     loaded_bytes = 0  # of arguments that did not come with the claim
     is_reported_stuck = False
     interrupt_kind: type[TaskInterrupt] | None = None
-    inside: Seat | None = None
-    transaction: Transaction[Any] | None = None
-    opening: Any = None  # a lock, from the first time that the task asks for its connection
+    inside: Interruptible | None = None  # where it executes
+    transaction: TaskConnection | None = None
+    opening: Any = None  # a lock, made when the task first asks for its connection
     failed_connects = 0  # of its own connection
-    waited_seconds = 0.0  # for that
-    has_ended = False  # its function has
+    waited_seconds = 0.0  # for its own connection
+    has_ended = False  # its function has returned or raised
     is_committed: bool | None = False  # in its own transaction; None: the answer was lost
 
-    def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, *, is_coroutine: bool) -> None:
+    def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, is_coroutine: bool) -> None:
         self.claimed = claimed
         self.task: HeldTask = _as_function_says(claimed.held, function)
         self.function = function
@@ -67,8 +69,8 @@ class Execution:
 
     @property
     def must_end_by(self) -> float:
-        """Monotonic. What executes at this moment has ignored that it was told to stop, by its timeout or a cancel. Not
-        for one with a process of its own: whoever started that ends it.
+        """Monotonic. A task that still executes then has ignored its timeout or its cancellation. Infinite for a task
+        with a process of its own: `Processes` kills that.
         """
         limit = min(self.timeout_limit, self.cancel_limit)
         return limit if limit == math.inf or not self.is_isolated else math.inf
@@ -85,24 +87,24 @@ class Execution:
 
     @property
     def is_contained(self) -> bool:
-        """A suspect that can harm nobody: it has a process of its own. Should its worker have died under it time and
-        again all the same, then it is no longer trusted.
+        """A suspect that cannot harm other tasks: it has a process of its own. If its workers have died all the same,
+        several times, it counts as dangerous again.
         """
         return self.task.suspect and self.is_isolated and self.task.crash_count <= MOST_CONTAINED_RUNS
 
     @property
     def must_be_alone(self) -> bool:
-        """In its worker."""
+        """No other task may execute in this worker meanwhile."""
         return self.task.suspect and not self.is_contained
 
     @property
     def needs_mark(self) -> bool:
-        """Must be `running` in the database before its first line: whether it had begun decides its fate in a crash."""
+        """It must be `running` in the database before its first line, because a crash has other consequences then."""
         return (self.task.suspect or self.task.on_crash == "fail") and not self.is_marked
 
     @property
     def is_blocked(self) -> bool:
-        """Somebody had locked its row when it should have been marked."""
+        """Another session had locked its row when it was to be marked."""
         return self.not_before > 0.0
 
     @property
@@ -111,14 +113,14 @@ class Execution:
         return self.claimed.args is not None
 
     @property
-    def needs_care(self) -> bool:
-        """It cannot start as it is. Every task is asked, and so this calls no other property."""
+    def needs_preparation(self) -> bool:
+        """It must be marked or loaded before it starts. Called for every task, so it calls no other property."""
         task = self.task
         is_unmarked = (task.suspect or task.on_crash == "fail") and not self.is_marked
         return is_unmarked or self.claimed.args is None
 
     def give_own_process(self) -> None:
-        """A thread attends to it, whatever kind of function it is."""
+        """A thread attends to its process, even if its function is async."""
         self.has_own_process = True
         self.is_coroutine = False
 
@@ -127,7 +129,7 @@ class Execution:
         self.loaded_bytes = len(args) + len(kwargs)
 
     def unload(self) -> None:
-        """It has ended, and is kept until that is written."""
+        """It has ended: only its outcome is still needed."""
         self.claimed = self.claimed._replace(args=None, kwargs=None)
         self.loaded_bytes = 0
 
@@ -150,56 +152,57 @@ class Execution:
         self.cancel_limit = time.monotonic() + delta_seconds
 
     def interrupt(self, kind: type[TaskInterrupt]) -> None:
-        """Once: a second exception could land in the clean-up that the first one caused."""
+        """Only the first call has an effect: a second exception could break the clean-up that the first one caused."""
         with _one_at_a_time:
             if self.interrupt_kind is not None:
                 return
             self.interrupt_kind = kind
-        inside = self.inside  # once: its runner may take it away
+        inside = self.inside  # read once: the runner may clear it
         if inside is not None:
             inside.interrupt(kind, self)
 
 
 def _as_function_says(task: HeldTask, function: TaskFunction[..., Any] | None) -> HeldTask:
-    """Who submitted it may not have known the function: what must not run twice does not, however it was submitted."""
+    """The function's `on_crash="fail"` holds even if the submitter did not know the function."""
     if task.on_crash is None and function is not None and function.task_options.on_crash == "fail":
         return task._replace(on_crash="fail")
     return task
 
 
-class Seat(Protocol):
-    """Where it executes, for who has to stop it."""
+class Interruptible(Protocol):
+    """Where a task executes: a thread, an event loop or a process."""
 
-    def interrupt(self, kind: type[TaskInterrupt], occupant: Execution, /) -> None: ...
+    def interrupt(self, kind: type[TaskInterrupt], execution: Execution, /) -> None: ...
 
 
-class ThreadSeat:
-    """Raises an exception inside the thread that sits in it, and only while it does.
+class InterruptibleThread:
+    """Raises an exception inside the current thread, but only while that executes the given task.
 
-    The exception may land in a `finally` of the user's, or, in a C call that does not return, never. One that is still
-    on its way when the function has ended is made to land here. It must not be taken back instead, by setting none:
-    CPython 3.11 then keeps its eval breaker set for ever, which slows down every thread, and under a tracer stops all.
+    The exception may land in a `finally` of the user's code; in a C call that does not return it never lands. If it is
+    still on its way when the function has ended, it is made to land here. It cannot be withdrawn instead, by setting no
+    exception: CPython 3.11 then keeps its eval breaker set for ever, which slows down every thread, and under a tracer
+    stops all of them.
     """
 
-    __slots__ = ("_lock", "_occupant", "_thread_id", "_was_sent")
+    __slots__ = ("_execution", "_lock", "_thread_id", "_was_sent")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread_id = threading.get_ident()
-        self._occupant: object = None
+        self._execution: object = None
         self._was_sent = False
 
-    def sit_down(self, occupant: object) -> None:
+    def enter(self, execution: object) -> None:
         with self._lock:
-            self._occupant = occupant
+            self._execution = execution
 
-    def stand_up(self) -> None:
+    def leave(self) -> None:
         """After this no exception can come any more."""
         was_sent = False
         while True:
             try:
                 with self._lock:
-                    self._occupant = None
+                    self._execution = None
                     was_sent, self._was_sent = self._was_sent, False
                 if was_sent:
                     self._let_it_land()
@@ -207,15 +210,15 @@ class ThreadSeat:
             except TaskInterrupt:
                 continue  # it landed here, after the function had ended
 
-    def interrupt(self, kind: type[TaskInterrupt], occupant: object) -> None:
-        """The thread may have gone on to another task since it was last looked at."""
+    def interrupt(self, kind: type[TaskInterrupt], execution: object) -> None:
+        """Nothing happens if the thread executes another task by now."""
         with self._lock:
-            if self._occupant is occupant:
+            if self._execution is execution:
                 self._was_sent = True
                 _raise_in_thread(self._thread_id, kind)
 
     def _let_it_land(self) -> None:
-        """Whether it has landed already, in the function, nobody knows: another one takes its place, and lands."""
+        """The exception may have landed in the function already. So another one replaces it, and lands here."""
         _raise_in_thread(self._thread_id, TaskInterrupt)
         while True:
             pass

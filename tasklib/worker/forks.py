@@ -1,9 +1,9 @@
 """What becomes of a task that forks and returns in both processes.
 
-The copy has everything that the worker has: the tasks that it has claimed, its lease, its connections. It must use none
-of it, so it ends where the task's function would return to the worker: at once, without the worker's exit handlers, and
-without a word on a connection that it shares. It leaves its number in memory that both see, for the worker to tell.
-A process that a task forks, and that does not return, is the task's own business.
+The copy has everything that the worker has: its claimed tasks, its lease, its connections. It must use none of them, so
+it ends where the task's function would return to the worker: at once, without the worker's exit handlers, and without
+sending anything on a shared connection. It leaves its pid in shared memory, for the worker to log. A process that a
+task forks, and that does not return, is the task's own business.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Copy(NamedTuple):
-    """A process that has ended here, and the task that has made it."""
+    """A forked process that has ended here, and the task that forked it."""
 
     pid: int
     task_id: UUID
 
 
 class Original:
-    """The process in which it was made; it knows its copies."""
+    """The process that made this object, as opposed to copies that a task has forked."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -40,14 +40,14 @@ class Original:
         self._words = memoryview(self._memory).cast("Q")
 
     def end_if_copy(self, task_id: UUID) -> None:
-        """Where user code returns to ours."""
+        """Call it wherever user code returns to ours."""
         if os.getpid() != self._pid:
             self._memory[:16] = task_id.bytes
             self._words[_PID] = os.getpid()
             os._exit(COPY)
 
     def take_copy(self) -> Copy | None:
-        """The last one, told once."""
+        """The last copy, once."""
         pid = self._words[_PID]
         if not pid:
             return None
@@ -58,13 +58,13 @@ class Original:
 def tell_of_copy(copy: Copy) -> None:
     log.error(
         "task.forked", task_id=copy.task_id, pid=copy.pid,
-        consequence="its function returned in the forked process, too, which was ended: what a task forks has to end "
-        "by itself, with os._exit()",
+        consequence="its function returned in the forked process, too, which was ended: a process that a task forks "
+        "has to end itself, with os._exit()",
     )  # fmt: skip
 
 
 def call_in_one_process(call: Callable[[], T]) -> T:
-    """For user code that is no task: a copy that returns from it ends here."""
+    """For user code that is not a task: a copy that returns from it ends here."""
     pid = os.getpid()
     try:
         return call()

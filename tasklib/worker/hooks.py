@@ -1,4 +1,4 @@
-"""What an application does once per worker process: open a pool, load a model, and close them again; and what it does
+"""Hooks of the application: run once per worker process, to open a pool or load a model and to close them again; and
 around each task.
 
 Sync hooks run before the first task, in the thread that starts the worker; async ones on the tasks' own event loop.
@@ -9,20 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tasklib.clock import time
 from tasklib.log import log
 from tasklib.worker.forks import call_in_one_process
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Coroutine
     from contextlib import AbstractContextManager
 
-    class RunsCoroutines(Protocol):
-        """The tasks' event loop."""
-
-        def run(self, work: Callable[[], Awaitable[Any]], gives_up: Callable[[], bool]) -> None: ...
+    RunAsync: TypeAlias = Callable[[Callable[[], Coroutine[Any, Any, Any]], Callable[[], bool]], None]
 
 
 Hook = TypeVar("Hook", bound=Callable[[], Any])
@@ -46,9 +43,8 @@ def on_worker_stop(hook: Hook) -> Hook:
 
 
 def around_task(hook: Around) -> Around:
-    """A function that makes a context manager: each sync task function is called inside one, in its own thread. Async
-    task functions are called inside those that can be entered by `async with`, and no others. What one raises fails
-    the task.
+    """The hook returns a context manager. Each sync task function is called inside it, in its own thread. Async task
+    functions are called inside those that support `async with`, and no others. If one raises, the task fails.
     """
     _around.append(hook)
     return hook
@@ -79,16 +75,16 @@ async def await_inside_hooks(call: Callable[[], Awaitable[Any]]) -> Any:
         return await call()
 
 
-def run_start_hooks(loop: RunsCoroutines, gives_up: Callable[[], bool]) -> None:
+def run_start_hooks(run_async: RunAsync, gives_up: Callable[[], bool]) -> None:
     for hook in _on_start:
-        _run(hook, loop, gives_up)
+        _run(hook, run_async, gives_up)
 
 
-def run_stop_hooks(loop: RunsCoroutines, seconds: float) -> None:
-    """All of them, whatever one raises, within this time each."""
+def run_stop_hooks(run_async: RunAsync, seconds: float) -> None:
+    """Every hook has this much time. An error in one does not stop the rest."""
     for hook in reversed(_on_stop):
         try:
-            _run(hook, loop, _after(seconds))
+            _run(hook, run_async, _after(seconds))
         except Exception:  # noqa: BLE001 - the hook is the user's
             log.exception("hook.failed", hook=getattr(hook, "__qualname__", repr(hook)))
 
@@ -98,8 +94,8 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > deadline
 
 
-def _run(hook: Callable[[], Any], loop: RunsCoroutines, gives_up: Callable[[], bool]) -> None:
+def _run(hook: Callable[[], Any], run_async: RunAsync, gives_up: Callable[[], bool]) -> None:
     if inspect.iscoroutinefunction(hook):
-        loop.run(hook, gives_up)
+        run_async(hook, gives_up)
     else:
         call_in_one_process(hook)

@@ -1,35 +1,37 @@
-"""Hears rings, on a direct, autocommit connection. While it is deaf, the poll does the work.
+"""Receives the notifications that wake a worker, on a direct connection. While it is deaf, the worker finds tasks by
+polling.
 
-Behind a transaction pooler LISTEN succeeds and hears nothing, or what is meant for somebody else: there, none is sent.
-Elsewhere it is checked by the round trip of a notification, before the channels that matter are listened to and every
-ten seconds after that.
+Behind a pooler in transaction mode, LISTEN succeeds and hears nothing, or notifications for other clients. So it is
+not tried there. Elsewhere the connection is checked by the round trip of a notification, before the channels that
+matter are listened to and every ten seconds after that.
 
-Where those who claim are behind a pooler, and cannot say that they sleep, the listener says so for them, all the time.
+If the claiming connections are behind a pooler, they cannot register as sleeping. Then the listener is registered as
+sleeping for them, all the time.
 """
 
 from __future__ import annotations
 
-import selectors
 from typing import TYPE_CHECKING
-from uuid import UUID, uuid4
-
-from psycopg import sql
+from uuid import uuid4
 
 from tasklib.clock import time
 from tasklib.log import log
+from tasklib.runtime.listening import Notifications
 from tasklib.statements import Statement
 from tasklib.worker.doorbell import Doorbell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from uuid import UUID
 
     from tasklib.connection import BoundedConnection
+    from tasklib.runtime.listening import Notification
+    from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib.worker.session import Session
 
 CHECK_EVERY_SECONDS = 10.0
 CHECK_WAIT_SECONDS = 3.0
-LISTEN_SECONDS = 0.25  # how long a stop may have to wait for it
+LISTEN_SECONDS = 0.25  # how long a stop may have to wait for the listener
 DEAF_PAUSE_SECONDS = 30.0
 ANSWER_SECONDS = 30.0
 
@@ -57,7 +59,7 @@ class Listener:
         self._connection = 0
         self._check_at = 0.0
         self._unheard_since: float | None = None
-        self._said: list[tuple[str, str]] = []  # channels and payloads that nobody has looked at yet
+        self._notifications: Notifications | None = None
         self.is_heard = False
         self.is_deaf = False
 
@@ -74,69 +76,61 @@ class Listener:
         if conn.is_pooled and not self._session.has_own_address:
             return self._give_up()
         conn.deadline = time.monotonic() + ANSWER_SECONDS
-        if self._session.connections != self._connection:
-            self._begin(conn)
+        if self._notifications is None or self._session.connections != self._connection:
+            self._notifications = self._begin(conn)
         if time.monotonic() >= self._check_at and self._unheard_since is None:
             conn.execute("select pg_catalog.pg_notify(%s, '')", [self._check_channel])
             self._unheard_since = time.monotonic()
-        self._hear_all(conn)
+        for notification in self._notifications.take():
+            self._hear(notification)
         if self._unheard_since is None and not self.is_heard:
-            self._subscribe(conn)
+            self._subscribe(self._notifications)
         if self.is_heard and self._must_arm:
             self._arm()
-        return self._judge(conn)
+        return self._judge(self._notifications)
 
-    def _hear_all(self, conn: BoundedConnection) -> None:
-        """What has come, by itself or with an answer. By psycopg's own generator it would be a tenth of a ms later."""
-        conn.pgconn.consume_input()
-        while (said := conn.pgconn.notifies()) is not None:
-            self._said.append((said.relname.decode(), said.extra.decode()))
-        said_so_far, self._said = self._said, []
-        for channel, payload in said_so_far:
-            self._hear(channel, payload)
-
-    def _begin(self, conn: BoundedConnection) -> None:
-        """The first notification comes from the address by which tasks come: another database would ring for nobody."""
+    def _begin(self, conn: BoundedConnection) -> Notifications:
+        """The first check comes from the address that submits use: on another database, rings would not be heard."""
         self.is_heard = False
-        self._said = []
-        conn.add_notify_handler(lambda said: self._said.append((said.channel, said.payload)))
-        listen(conn, [self._check_channel])
+        notifications = Notifications(conn)
+        notifications.listen([self._check_channel])
         self._connection = self._session.connections
-        self._doorbell.disarm()  # what was held, and doubted, went with the connection before
+        self._doorbell.disarm()  # the locks of the last connection went with it
         self._check_at = 0.0
         self._unheard_since = None
         if self._session.has_own_address:
             self._must_arm = self._session.run_by_main_address(ring(self._check_channel))
             self._unheard_since = time.monotonic()
+        return notifications
 
-    def _subscribe(self, conn: BoundedConnection) -> None:
-        listen(conn, self._channels)
+    def _subscribe(self, notifications: Notifications) -> None:
+        notifications.listen(self._channels)
         self.is_heard, self.is_deaf = True, False
         log.info("listener.heard", channels=len(self._channels))
-        self._on_ring()  # what was sent while nobody listened
+        self._on_ring()  # for what was sent while it did not listen
 
     def _arm(self) -> None:
         if not self._doorbell.is_armed or self._doorbell.is_to_ask:
             self._doorbell.arm()
-            self._on_ring()  # what came while nobody rang
+            self._on_ring()  # for what came while it was not armed
 
-    def _hear(self, channel: str, payload: str) -> None:
-        if channel == self._check_channel:
+    def _hear(self, notification: Notification) -> None:
+        if notification.channel == self._check_channel:
             self._unheard_since = None
             self._check_at = time.monotonic() + CHECK_EVERY_SECONDS
-        elif channel == "task_cancel":
-            self._on_cancel(_as_uuid(payload))
+        elif notification.channel == "task_cancel":
+            self._on_cancel(notification.task_id)
         else:
             self._on_ring()
 
-    def _judge(self, conn: BoundedConnection) -> float:
+    def _judge(self, notifications: Notifications) -> float:
         if self._unheard_since is None or time.monotonic() - self._unheard_since < CHECK_WAIT_SECONDS:
-            _wait(conn, min(self._wait_seconds, self._doorbell.until_asked()))
+            notifications.wait(min(self._wait_seconds, self._doorbell.until_asked()))
             return 0.0
         return self._give_up()
 
     def _give_up(self) -> float:
-        """For a while: what is between us and the database may change."""
+        """For a while, because what is between us and the database may change."""
         if not self.is_deaf:
             log.warning(
                 "listener.deaf",
@@ -148,25 +142,5 @@ class Listener:
         return DEAF_PAUSE_SECONDS
 
 
-def _wait(conn: BoundedConnection, seconds: float) -> None:
-    """Until something comes. Psycopg's own waiting would look ten times a second."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(conn.fileno(), selectors.EVENT_READ)
-        selector.select(seconds)
-
-
-def listen(conn: BoundedConnection, channels: Sequence[str]) -> None:
-    for channel in channels:
-        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-
-
 def ring(channel: str) -> Statement[None]:
     return Statement("select pg_catalog.pg_notify($1, '')", (channel,), lambda _: None)
-
-
-def _as_uuid(payload: str) -> UUID:
-    """Anybody can send a notification: nothing is decided from it, and nonsense is nobody's id."""
-    try:
-        return UUID(payload)
-    except ValueError:
-        return UUID(int=0)

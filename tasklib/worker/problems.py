@@ -1,4 +1,4 @@
-"""An exception as it is stored: a code for programs, a message, and a text that starts with both and has no locals."""
+"""An exception as it is stored: a code for programs, a message, and a text with the traceback, but without locals."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ def _message(error: BaseException) -> str:
 
 
 def _trace(error: BaseException) -> list[str]:
-    """From the task function on: the worker's own frames say nothing to its author."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    lines = traceback.format_list(own)
+    """From the task function on: the worker's own frames do not help its author."""
+    lines = _frames(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and cause is not error:
         lines.append(f"Caused by {type(cause).__qualname__}: {storable(_message(cause), MAX_MESSAGE_CHARACTERS)}\n")
-        lines += traceback.format_list(
-            [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OURS)]
-        )
+        lines += _frames(cause)
     return lines
+
+
+def _frames(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return traceback.format_list([each for each in frames if not each.filename.startswith(_OURS)])

@@ -1,4 +1,4 @@
-"""TaskWorker: what an application sees of a worker. It starts a crew, waits, and has it drain."""
+"""TaskWorker: what an application sees of a worker. It starts a run, waits, and lets it drain."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from tasklib.config import Config
 from tasklib.errors import InvalidConfig, InvalidOptions
 from tasklib.names import check_queue
 from tasklib.registry import default_registry
+from tasklib.runtime.observer import WorkerObserver
 from tasklib.task import TaskFunction
-from tasklib.worker.claimer import Menu
-from tasklib.worker.crew import Crew, Options
-from tasklib.worker.witness import Witness
+from tasklib.worker.basis import Options
+from tasklib.worker.lifecycle import Lifecycle
+from tasklib.worker.run import WorkerRun
+from tasklib.worker.served import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from uuid import UUID
 
-    from tasklib.worker.processes import SuspectLimits
+    from tasklib.runtime.metrics import WorkerMetrics
+    from tasklib.worker.isolation.suspect_limits import SuspectLimits
     from tasklib.worker.runners import NewLoop
-    from tasklib.worker.tally import Tally
 
 SHORTEST_POLL_SECONDS = 0.001
-LONGEST_POLL_SECONDS = 60.0  # an insert that is due later than this does not ring
+LONGEST_POLL_SECONDS = 60.0  # the insert of a task that is due later than this does not ring
 
 
 class TaskWorker:
@@ -55,24 +57,24 @@ class TaskWorker:
         suspects_in_processes: bool = False,
         suspect_limits: SuspectLimits | None = None,
         handle_signals: bool | None = None,
-        witness: Witness | None = None,
-        tally: Tally | None = None,
+        observer: WorkerObserver | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         _check(config, concurrency, poll_interval_seconds, buffer_size, grace_seconds)
         self._config = config
-        self._menu = Menu(default_registry, _checked_queues(queues), _names(tasks))
+        self._served = Served(default_registry, _checked_queues(queues), _names(tasks))
         self._options = Options(
             concurrency, float(poll_interval_seconds), buffer_size, grace_seconds, listen, duties,
             suspects_in_processes, suspect_limits,
         )  # fmt: skip
         self._handle_signals = handle_signals
         self._stop_asked = threading.Event()
-        self._crew: Crew | None = None
+        self._run: WorkerRun | None = None
         self._running = threading.Lock()
-        self._witness = witness or Witness()
-        self.is_rung = False  # with listen=False: somebody else listens, and calls `ring`
-        self.on_full: Callable[[], None] = lambda: None  # it was rung for, and others may have to do what it cannot
-        self._tally = tally
+        self._observer = observer or WorkerObserver()
+        self.has_listener = False  # with listen=False: another process listens for it, and calls `ring`
+        self.on_full: Callable[[], None] = lambda: None  # called by a `ring` that it has no capacity for: pass it on
+        self._metrics = metrics
         self._is_paused = False
         self._pausing = threading.Lock()
         self._is_ready = False
@@ -80,11 +82,11 @@ class TaskWorker:
 
     @property
     def worker_id(self) -> str | None:
-        """Unique for ever; None before it runs."""
-        return self._crew.lease.worker_id if self._crew is not None else None
+        """Never used again by another run; None before the first run."""
+        return self._run.lease.worker_id if self._run is not None else None
 
     async def run(self) -> None:
-        """Until `stop()`, cancellation, or, in a process that nobody else looks after, SIGINT or SIGTERM."""
+        """Run until `stop()` or cancellation, or until SIGINT or SIGTERM in a process that does not handle SIGTERM."""
         with self._signals():
             await self._in_thread(functools.partial(self._run_until_stopped, new_loop=_loop_like_ours()))
 
@@ -103,8 +105,8 @@ class TaskWorker:
         """Ask it to stop: claim no more, finish what executes within the grace, give back the rest. Returns at once;
         safe from any thread and from signal handlers. A second call ends the grace.
         """
-        if self._stop_asked.is_set() and self._crew is not None:
-            self._crew.hurry.set()
+        if self._stop_asked.is_set() and self._run is not None:
+            self._run.hurry.set()
         self._stop_asked.set()
 
     def wait_until_ready(self, timeout: float | None = None) -> bool:
@@ -114,84 +116,83 @@ class TaskWorker:
         self._is_ready_or_ended.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return self._is_ready
 
-    # --- for who looks after it ---
+    # --- for the supervisor of a worker ---
 
     def ring(self) -> None:
-        """There may be work: for a worker with listen=False, from somebody who listens for it."""
-        if self._crew is not None and self._crew.claimer.is_open:
-            self._crew.ring()
+        """There may be work. Called by the process that listens for a worker with listen=False."""
+        if self._run is not None and self._run.buffer.is_open:
+            self._run.ring()
         else:
             self.on_full()
 
-    def hear_cancel(self, task_id: UUID) -> None:
-        """Somebody cancelled this task: if it is here, look at its row."""
-        if self._crew is not None:
-            self._crew.hear_cancel(task_id)
+    def look_for_cancel(self, task_id: UUID) -> None:
+        """This task was cancelled: if it is here, look at its row."""
+        if self._run is not None:
+            self._run.look_for_cancel(task_id)
 
     def pause(self) -> None:
         """Claim nothing until `resume()`. What has not started is given back at no cost; what executes goes on."""
         with self._pausing:
             self._is_paused = True
-            if self._crew is not None:
-                self._crew.pause()
+            if self._run is not None:
+                self._run.pause()
 
     def resume(self) -> None:
         with self._pausing:
             self._is_paused = False
-            if self._crew is not None:
-                self._crew.resume()
+            if self._run is not None:
+                self._run.resume()
 
     # --- how it runs ---
 
     def _run_until_stopped(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
-        options = replace(self._options, new_loop=new_loop, is_rung=lambda: self.is_rung)
-        with self._started(options) as crew:
-            crew.stop_asked.wait()
+        options = replace(self._options, new_loop=new_loop, has_listener=lambda: self.has_listener)
+        with self._started(options):
+            self._stop_asked.wait()
 
     def _run_until_empty(self, new_loop: NewLoop = asyncio.new_event_loop) -> None:
-        with self._started(replace(self._options, listen=False, new_loop=new_loop)) as crew:  # it looks by itself
-            crew.wait_until_empty()
+        with self._started(replace(self._options, listen=False, new_loop=new_loop)) as lifecycle:  # it looks by itself
+            lifecycle.wait_until_empty()
 
     @contextlib.contextmanager
-    def _started(self, options: Options) -> Iterator[Crew]:
+    def _started(self, options: Options) -> Iterator[Lifecycle]:
         if not self._running.acquire(blocking=False):
             raise InvalidOptions("this TaskWorker is running already: make another one")
         try:
-            crew = self._new_crew(options)
-            if crew.start():
+            lifecycle = Lifecycle(self._new_run(options))
+            if lifecycle.start():
                 try:
-                    yield crew
+                    yield lifecycle
                 finally:
-                    crew.drain(self._options.grace_seconds)
+                    lifecycle.drain()
             else:
-                yield crew  # stopped before there was a database
+                yield lifecycle  # it was stopped before the database could be reached
         finally:
             self._is_ready = False
             self._is_ready_or_ended.set()
             self._stop_asked.clear()
             self._running.release()
 
-    def _new_crew(self, options: Options) -> Crew:
+    def _new_run(self, options: Options) -> WorkerRun:
         self._is_ready_or_ended.clear()
-        crew = Crew(self._config, self._menu, options, self._stop_asked, witness=self._witness, tally=self._tally)
-        crew.claimer.on_ready = self._ready
-        crew.claimer.on_full = self._tell_full
+        run = WorkerRun(
+            self._config, self._served, options, self._stop_asked, observer=self._observer, metrics=self._metrics
+        )
+        run.reconciliation.on_done = self._ready
+        run.claimer.on_full = lambda: self.on_full()  # noqa: PLW0108 - it may be set later
         with self._pausing:
-            self._crew = crew
+            self._run = run
             if self._is_paused:
-                crew.pause()
-        return crew
-
-    def _tell_full(self) -> None:
-        self.on_full()
+                run.pause()
+        return run
 
     def _ready(self) -> None:
         self._is_ready = True
         self._is_ready_or_ended.set()
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
-        """In a thread of the worker's own, so that an application that blocks its loop does not block the worker. To
-        cancel is to stop: the drain is waited for.
+        """In a thread of the worker's own, so that an application that blocks its loop does not block the worker. A
+        cancellation stops the worker, and waits for the drain.
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -204,12 +205,12 @@ class TaskWorker:
             error: BaseException | None = None
             try:
                 work()
-            except BaseException as raised:  # noqa: BLE001 - handed to who awaits
+            except BaseException as raised:  # noqa: BLE001 - raised again where `run` is awaited
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody awaits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell, error)
 
-        context = contextvars.copy_context()  # a thread has none of its own
+        context = contextvars.copy_context()  # a new thread starts without one
         threading.Thread(target=context.run, args=[run], name="tasklib-worker", daemon=True).start()
         cancelled: asyncio.CancelledError | None = None
         while not ended.done():
@@ -223,8 +224,8 @@ class TaskWorker:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Drain at SIGINT and SIGTERM, if the process is ours: nobody else handles SIGTERM, and this is its main
-        thread. A second one ends the grace.
+        """Drain at SIGINT and SIGTERM if this is the main thread and nothing else handles SIGTERM. A second signal ends
+        the grace.
         """
         is_main = threading.current_thread() is threading.main_thread()
         owns = is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _on_signal)
@@ -244,8 +245,8 @@ class TaskWorker:
 
 
 def _loop_like_ours() -> NewLoop:
-    """Tasks run on a loop of the worker's own, and on uvloop if the application does. Of other kinds nobody knows
-    whether there may be a second one.
+    """Tasks run on a loop of the worker's own, on uvloop if the application does. Another kind of loop may not allow a
+    second one.
     """
     own = type(asyncio.get_running_loop())
     return own if own.__module__.partition(".")[0] == "uvloop" else asyncio.new_event_loop
@@ -260,7 +261,7 @@ def _on_signal(signum: int, _frame: object) -> None:
     own = [worker for worker, pid in _signalled.items() if pid == os.getpid()]
     for worker in own:
         worker.stop()
-    if not own:  # a child that a task forked: it is to die of it
+    if not own:  # a process that a task forked has to die of the signal
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 

@@ -19,11 +19,11 @@ from bench import systems
 from bench.catalogue import WORKLOADS
 from bench.harness import Process
 from bench.systems import BARE, PEERS, TASKLIB, System
-from tests.raw_sql import literal
-from tests.waiting import wait_until
+from tests.support.raw_sql import literal
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 # The others are tried by hand, with their names in this variable: all of them take a minute to install.
 CHOSEN = os.environ.get("TASKLIB_TEST_PEERS", "procrastinate pgqueuer").split()

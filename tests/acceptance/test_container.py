@@ -16,9 +16,9 @@ import yaml
 
 import tasklib
 from tasklib.embedded import postgres
-from tests import container, namespaces
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tests.support import container, namespaces
+from tests.support.working import wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_a_pod_from_its_image_to_its_end(database: Database) -> None:
         user, group = container.instruction(dockerfile, "USER").split(":")
         assert (int(user), int(group)) == (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"])
         with tasklib.Client(tasklib.Config(database.url)) as client:
-            found = wait_final(client, client.submit_task("surroundings")).result
+            found = wait_final(client, client.submit_task("task_context")).result
             assert found is not None
             expected = {"user": int(user), "writable": ["/tmp"], "capabilities": 0, "no_new_privileges": 1, "parent": 1}  # noqa: S108
             assert expected.items() <= found["value"].items()

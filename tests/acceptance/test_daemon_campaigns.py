@@ -1,5 +1,5 @@
-"""Short campaigns with daemons, as `dev.py soak daemon` runs them at length. Figures are judged there, on a quiet
-machine; here it is that nothing is lost, done twice, or paid for by who has done nothing.
+"""Short runs of the campaigns that `dev.py soak daemon` runs at length. The long runs judge figures, on a quiet
+machine. These judge that no task is lost, executed twice, or charged for what it has not done.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_ZOO = """
---rounds 1 --animals 3 --seconds-per-animal 0.2 --lease-seconds 2 --bury-after 1 --load 0.2 --on-time-percent 50
+SHORT_HOSTILE_TASKS = """
+--rounds 1 --tasks 3 --pause-seconds 0.2 --lease-seconds 2 --bury-after 1 --load 0.2 --on-time-percent 50
 """
 
 
 def run(scenario: str, options: str) -> str:
-    """What it said. It must not have found anything wrong."""
+    """The output of a campaign that has found nothing wrong."""
     command = [sys.executable, "-W", "error", "-m", f"tests.campaigns.daemon_{scenario}", *options.split()]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -26,7 +26,7 @@ def run(scenario: str, options: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_nobody_pays_for_children_that_are_killed() -> None:
+def test_no_task_is_charged_for_children_that_are_killed() -> None:
     """After kill -9 of random ones, what was executing runs again, and no attempt is charged."""
     said = run("kills", "--kills 10 --seconds-per-kill 1 --rate 10 --recovery-seconds 30")
     assert "all invariants hold" in said
@@ -34,8 +34,8 @@ def test_nobody_pays_for_children_that_are_killed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_nobody_survives_a_supervisor_that_is_killed() -> None:
-    """Also who has left its session; and the other daemon takes over."""
+def test_no_process_survives_a_supervisor_that_is_killed() -> None:
+    """Not even one that has left its session. The other daemon takes over."""
     said = run("supervisors", "--kills 1 --lease-seconds 2 --recovery-seconds 30")
     assert "all invariants hold" in said
 
@@ -50,11 +50,11 @@ def test_a_daemon_that_was_frozen_changes_nothing_and_rejoins() -> None:
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_hostile_tasks_end_and_harmless_ones_do_not_pay() -> None:
-    """One that crashes its worker is buried, one that never ends is timed out; who kills its supervisor leaves nobody
-    behind, and the next daemon goes on.
+def test_hostile_tasks_end_and_harmless_ones_are_not_charged() -> None:
+    """A task that crashes its worker is buried, one that never ends is timed out. A task that kills its supervisor
+    leaves no process behind, and the next daemon goes on.
     """
-    said = run("zoo", SHORT_ZOO)
+    said = run("hostile_tasks", SHORT_HOSTILE_TASKS)
     assert "all bounds hold" in said
 
 
@@ -85,7 +85,7 @@ def test_an_idle_daemon_is_small() -> None:
 @pytest.mark.slow
 @pytest.mark.direct
 def test_an_idle_daemon_starts_what_is_due() -> None:
-    """Delayed tasks, and retries; and tasks are seen to run. How punctually is judged on a quiet machine."""
+    """Delayed tasks and retries start, and running tasks are visible. The long run judges how soon."""
     said = run("punctual", "--rounds 1 --late-seconds 20 --visible-seconds 20")
     assert "all bounds hold" in said
 
@@ -93,38 +93,38 @@ def test_an_idle_daemon_starts_what_is_due() -> None:
 @pytest.mark.slow
 @pytest.mark.direct
 def test_counters_are_right_though_workers_are_killed() -> None:
-    """As often as they are to be killed; and every attempt is counted once."""
+    """Every kill is counted, and every attempt is counted once."""
     said = run("counters", "--kills 8 --tasks-per-kill 30")
     assert "all counters agree" in said
 
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_bad_rows_keep_nobody_from_being_recovered() -> None:
-    """Rows with extreme values in every table, and among what the victims hold; what is healthy is completed."""
-    said = run("poison", "--kills 5 --seconds-per-kill 1 --rate 10 --share 0.1 --recovery-seconds 60")
+def test_bad_rows_do_not_stop_recovery() -> None:
+    """Rows with extreme values are in every table, also among the tasks of killed workers. The others are completed."""
+    said = run("bad_rows", "--kills 5 --seconds-per-kill 1 --rate 10 --share 0.1 --recovery-seconds 60")
     assert "all invariants hold" in said
 
 
 @pytest.mark.slow
 @pytest.mark.direct
 def test_scrapes_are_answered_while_a_backlog_is_drained() -> None:
-    """All of them. What they cost is not for a machine to say on which others work."""
+    """All of them. The long run judges what they cost."""
     said = run("scrapes", "--rounds 1 --tasks 2000 --least-share 0.2")
     assert "all bounds hold" in said
 
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_no_value_of_a_page_is_read_half_written() -> None:
-    """The supervisor judges workers by what it reads there: a torn beacon is a hung worker."""
-    said = run("beacon", "--seconds 2")
+def test_no_value_of_a_scoreboard_is_read_half_written() -> None:
+    """The supervisor judges workers by these values: a torn one would look like a hung worker."""
+    said = run("torn_reads", "--seconds 2")
     assert "no value was read torn" in said
 
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_nobody_pays_for_connections_that_others_use_up() -> None:
+def test_no_task_is_charged_for_connections_that_others_use_up() -> None:
     """Tasks that write through their own connection wait for it, or are given back; each writes once."""
     said = run("connections", "--rounds 3 --rate 8 --longest-seconds 5")
     assert "all invariants hold" in said
@@ -133,7 +133,7 @@ def test_nobody_pays_for_connections_that_others_use_up() -> None:
 @pytest.mark.slow
 @pytest.mark.direct
 def test_suspects_start_beside_any_load() -> None:
-    """Workers are killed under a backlog, and beside long tasks; how soon is judged on a quiet machine."""
+    """Workers are killed under a backlog, and beside long tasks. The long run judges how soon suspects start."""
     said = run("suspects", "--kills 1 --seconds-per-kill 0.2 --recovery-seconds 60 --crowded-seconds 60")
     assert said.count("all invariants hold") == 3
 
@@ -148,7 +148,7 @@ def test_tasks_end_after_a_failover_that_lost_their_ends() -> None:
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_locked_rows_hold_up_nobody_else() -> None:
+def test_locked_rows_hold_up_no_other_task() -> None:
     """Tasks lock their own rows, and users those of others: thirty other tasks end meanwhile, one after the other."""
     said = run("locks", "--seconds 2 --round-trips 30 --least-share 0")
     assert "all invariants hold" in said
@@ -156,8 +156,8 @@ def test_locked_rows_hold_up_nobody_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.direct
-def test_many_queues_names_and_large_arguments_are_borne() -> None:
-    """In small; how well is judged on a quiet machine."""
-    small = "--queues 300 --tasks 1500 --large 8 --names 200"
-    said = run("wide", f"{small} --least-share 0 --default-seconds 60 --more-seconds 10")
+def test_many_queues_names_and_large_arguments_are_served() -> None:
+    """A small number of each. The long run judges the figures."""
+    small = "--queues 300 --tasks 600 --large 4 --names 200 --round-trips 10"
+    said = run("many_queues", f"{small} --least-share 0 --default-seconds 60 --more-seconds 10")
     assert "all bounds hold" in said

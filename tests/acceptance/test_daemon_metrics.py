@@ -16,17 +16,17 @@ import pytest
 import tasklib
 from tasklib import embedded, migrate
 from tests.daemon_app import mixed
-from tests.daemons import daemon
-from tests.promtool import Series, by_labels, check_metrics, needs_promtool, value
-from tests.recount import differences
-from tests.scraping import ask, free_port, scrape
-from tests.waiting import START_SECONDS, wait_until
+from tests.support.promtool import Series, by_labels, check_metrics, needs_promtool, value
+from tests.support.recount import differences
+from tests.support.scraping import ask, free_port, scrape
+from tools.daemons import daemon
+from tools.waiting import START_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.daemons import Daemon
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
+    from tools.daemons import Daemon
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc"),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.doc_runner import ELSEWHERE, blocks
+from tools.doc_runner import ELSEWHERE, blocks
 
 if TYPE_CHECKING:
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -23,8 +23,13 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_code_blocks_run(document: Path, new_database: NewDatabase, tmp_path: Path) -> None:
     """In order, in one namespace, on an empty database, with warnings as errors."""
-    environment = os.environ | {"DATABASE_URL": new_database(), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, str(ROOT / "tests" / "doc_runner.py"), str(document)]
+    environment = os.environ | {
+        "DATABASE_URL": new_database(),
+        "PYTHONWARNINGS": "error",
+        "TASKLIB_CONTROL_SOCKET": str(tmp_path / "control.sock"),  # the pages' daemons may run beside others
+        "TASKLIB_WEB_PORT": "0",
+    }
+    command = [sys.executable, str(ROOT / "tools" / "doc_runner.py"), str(document)]
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
     )

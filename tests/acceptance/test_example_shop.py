@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tasklib
-from tests.working import wait_final
+from tests.support.working import wait_final
 
 if TYPE_CHECKING:
     from tasklib.embedded import EmbeddedPostgres

@@ -12,11 +12,11 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tests.serving import served
-from tests.waiting import wait_until
+from tests.support.serving import served
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

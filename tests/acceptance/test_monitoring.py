@@ -17,18 +17,18 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tests import grafana_files as files
 from tests.daemon_app import all_ends as ends
-from tests.daemons import daemon
-from tests.prometheus import needs_prometheus, prometheus
-from tests.waiting import wait_until
-from tests.working import get
+from tests.support import grafana_files as files
+from tests.support.prometheus import needs_prometheus, prometheus
+from tests.support.working import get
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.prometheus import Prometheus
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.prometheus import Prometheus
+    from tests.support.raw_sql import Conn, NewDatabase
 
 pytestmark = [
     pytest.mark.xdist_group("monitoring"),  # they share what takes long to make
@@ -65,9 +65,12 @@ RECOUNTS: dict[str, tuple[tuple[str, ...], LiteralString]] = {
     "tasklib_tasks_buried_total": (("task",), """
         select name, count(*) from tasklib.tasks where state = 'buried' group by 1
     """),
+    # A task is a suspect if it was executing when its worker died, or if a second worker that held it died.
     "tasklib_tasks_suspected_total": (("task",), """
-        select name, count(distinct task_id) from tasklib.task_attempts join tasklib.tasks on id = task_id
-        where outcome = 'WORKER_FAILURE' group by 1
+        select name, count(*) from tasklib.tasks
+        where crash_count > 1
+           or id in (select task_id from tasklib.task_attempts where outcome in ('WORKER_FAILURE', 'LEASE_LOST'))
+        group by 1
     """),
     "max without (instance) (tasklib_tasks_submitted_total)": ((), "select count(*) from tasklib.tasks"),
     "max without (instance) (tasklib_queue_tasks)": (("queue", "state"), """

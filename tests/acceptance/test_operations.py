@@ -1,4 +1,4 @@
-"""What docs/operating.md says of roles, backups and failovers, done with real daemons and real servers."""
+"""What docs/installing.md and docs/runbook.md say of roles, backups and failovers, done with real servers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib import embedded, migrate
-from tasklib.doctor import CHECKS, Severity, examine, worst
+from tasklib.doctor import CHECKS, Severity, run_checks, worst
 from tasklib.doctor.schema import FUNCTION_RIGHTS, TABLE_RIGHTS
 from tasklib_daemon.status import why_not_ready
-from tests.daemons import daemon
-from tests.raw_sql import literal
-from tests.standby import standby
-from tests.waiting import wait_until
-from tests.working import get, wait_final
+from tests.support.raw_sql import literal
+from tests.support.standby import standby
+from tests.support.working import get, wait_final
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tasklib_daemon.status import Status
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 pytestmark = pytest.mark.direct("roles, dumps and standbys are the server's")
 
@@ -67,7 +67,7 @@ def test_a_daemon_needs_the_rights_that_the_doctor_looks_for(daemon_role: str, t
         tasklib.Client(tasklib.Config(daemon_role)) as client,
         psycopg.connect(daemon_role, autocommit=True) as conn,
     ):
-        found = examine(tasklib.Config(daemon_role))
+        found = run_checks(tasklib.Config(daemon_role))
         assert {each.check for each in found if each.severity.rank > Severity.NOTE.rank} == set(), found
         wait_until(lambda: client.list_tasks(state="completed", name="old") == [], "the janitor")
         flag = str(tmp_path / "flag")
@@ -98,7 +98,7 @@ def test_a_daemon_that_can_claim_nothing_says_so(daemon_role: str) -> None:
         made.wait_for("tasks.unclaimable", seconds=60)
         wait_until(lambda: made.status()["unclaimable"] == ["default"], "the status to tell")
         assert "tasks wait that cannot be claimed, in: default" in why_not_ready(cast("Status", made.status()), 0.0)[0]
-        found = [each for each in examine(tasklib.Config(daemon_role)) if each.check == "row_security"]
+        found = [each for each in run_checks(tasklib.Config(daemon_role)) if each.check == "row_security"]
         assert [each.severity for each in found] == [Severity.CRITICAL]
         conn.execute("alter table tasklib.tasks disable row level security")
         wait_until(lambda: made.status()["unclaimable"] == [], "the status to tell", seconds=60)
@@ -128,7 +128,7 @@ def test_a_queue_is_restored_with_its_claimed_tasks(new_database: NewDatabase, t
         pg_run("pg_dump", "--format=custom", f"--file={tmp_path / 'queue.dump'}", url)
     pg_run("pg_restore", "--exit-on-error", f"--dbname={restored}", str(tmp_path / "queue.dump"))
 
-    assert worst(examine(tasklib.Config(restored), skip=set(CHECKS) - {"schema", "durability"})) == Severity.OK
+    assert worst(run_checks(tasklib.Config(restored), skip=set(CHECKS) - {"schema", "durability"})) == Severity.OK
     with (
         tasklib.Client(tasklib.Config(restored)) as client,
         psycopg.connect(restored, autocommit=True) as conn,
@@ -178,11 +178,11 @@ def test_a_restore_survives_a_submitter_in_between(new_database: NewDatabase, tm
         assert get(client, before).state == "pending"
         assert [each for each in submitted if client.get_task(each) is None] == []
         assert conn.execute("select to_regnamespace('tasklib_meanwhile')").fetchone() == (None,)
-    assert worst(examine(tasklib.Config(url), skip={"workers", "connections"}, deep=True)) == Severity.OK
+    assert worst(run_checks(tasklib.Config(url), skip={"workers", "connections"}, deep=True)) == Severity.OK
 
 
 def restore_commands() -> list[str]:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "runbook.md").read_text(encoding="utf-8")
     section = page.partition("\n## Backup and restore\n")[2].partition("\n## ")[0]
     return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
 

@@ -48,7 +48,7 @@ def test_the_wheel_has_everything(wheel: Path) -> None:
         }
         assert f"{package}/py.typed" in names
         assert files <= names
-    assert not [name for name in names if name.startswith(("tests", "bench", "dev"))]
+    assert not [name for name in names if name.startswith(("tests", "tools", "bench", "dev"))]
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path, database_url: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 import tasklib
 from tasklib.embedded import postgres
-from tests.systemd_host import ROOT, UNITS, Host, systemd_host, why_not
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tests.support.systemd_host import ROOT, UNITS, Host, systemd_host, why_not
+from tests.support.working import wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +119,7 @@ def test_a_service_from_start_to_stop(host: Host, client: tasklib.Client) -> Non
         json.loads(host.run("/opt/tasklib/bin/tasklibd", "status", "--json", env=PYTHON).stdout)["state"] == "running"
     )
 
-    task = wait_final(client, client.submit_task("surroundings"))
+    task = wait_final(client, client.submit_task("task_context"))
     assert task.result is not None
     where = task.result["value"]
     assert where["user"] == int(host.run("id", "-u", "tasklib").stdout)

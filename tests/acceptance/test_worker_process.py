@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tasklib
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tests.support.working import wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 

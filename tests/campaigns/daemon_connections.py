@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks
-from tests.campaigns.daemon_scene import Scene, conclude, end_in_good_order
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import Campaign, conclude, end_in_good_order
 from tests.campaigns.soak import say, scratch_directory
-from tests.hog import all_connections
+from tests.support.used_up_connections import all_connections
 
 WORKERS = 2
 PAUSE_SECONDS = (0.5, 2.0)
@@ -35,49 +35,49 @@ class Options:
     directory: str | None
 
 
-def use_up(scene: Scene, options: Options) -> tuple[int, float]:
+def use_up(campaign: Campaign, options: Options) -> tuple[int, float]:
     """How many connections the others had at most, and for how long altogether."""
     most, seconds = 0, 0.0
     for number in range(1, options.rounds + 1):
-        time.sleep(scene.dice.uniform(*PAUSE_SECONDS))
-        holds = scene.dice.uniform(options.longest_seconds / 4, options.longest_seconds)
-        with all_connections(scene.dsn) as taken:
+        time.sleep(campaign.dice.uniform(*PAUSE_SECONDS))
+        holds = campaign.dice.uniform(options.longest_seconds / 4, options.longest_seconds)
+        with all_connections(campaign.dsn) as taken:
             most = max(most, len(taken))
             time.sleep(holds)
         seconds += holds
         if number % 10 == 0 or number == options.rounds:
-            done = scene.count("tasklib.tasks where state = 'completed'")
+            done = campaign.count("tasklib.tasks where state = 'completed'")
             say(f"round {number}/{options.rounds}: {done} tasks are completed")
     return most, seconds
 
 
-def judge(scene: Scene) -> None:
-    waited = {line.get("task_id") for line in scene.lines if line.get("event") == "transaction.waits"}
+def judge(campaign: Campaign) -> None:
+    waited = {line.get("task_id") for line in campaign.lines if line.get("event") == "transaction.waits"}
     snoozed = "(select distinct task_id from tasklib.task_attempts where outcome = 'SNOOZED') as snoozed"
-    given_back = scene.count(snoozed)
+    given_back = campaign.count(snoozed)
     say(f"tasks that waited for a connection: {len(waited)}; that were given back for it: {given_back}")
     if not waited:
-        scene.problems.append("no task has waited for a connection: nothing was tried")
+        campaign.problems.append("no task has waited for a connection: nothing was tried")
     writers = "tasklib.tasks left join effects on task_id = id where starts_with(name, 'write')"
-    unwritten = scene.count(f"{writers} and task_id is null")
+    unwritten = campaign.count(f"{writers} and task_id is null")
     if unwritten:
-        scene.problems.append(f"{unwritten} tasks have written nothing")
+        campaign.problems.append(f"{unwritten} tasks have written nothing")
 
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_tasks.draw_writer)
-        scene.start("connections", workers=WORKERS, web={"port": 0}, poll_interval_seconds=1.0)
-        with scene.load():
+        campaign = Campaign(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_app.draw_writer)
+        campaign.start("connections", workers=WORKERS, web={"port": 0}, poll_interval_seconds=1.0)
+        with campaign.load():
             completed = "tasklib.tasks where state = 'completed'"
-            scene.expect(lambda: scene.count(completed) >= 2 * WORKERS, WARM_SECONDS, "tasks that are completed")
-            most, seconds = use_up(scene, options)
+            campaign.expect(lambda: campaign.count(completed) >= 2 * WORKERS, WARM_SECONDS, "tasks that are completed")
+            most, seconds = use_up(campaign, options)
         say(f"others had up to {most} connections, and all of them for {seconds:.0f} s in {options.rounds} rounds")
-        scene.drain(120)
-        scene.stop("connections")
-        scene.judge()
-        judge(scene)
-        return conclude(scene, options.seed)
+        campaign.drain(120)
+        campaign.stop("connections")
+        campaign.judge()
+        judge(campaign)
+        return conclude(campaign, options.seed)
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ counters of the daemon say at the end is what a recount of the rows says.
     python3 dev.py soak daemon counters [--kills 100] [--keepers 0.2]
 
 With --keepers, the keeper that recovers a worker is killed too, for such a share of the deaths. It is hit between the
-write and its ledger now and then: a difference of a few attempts in a hundred kills is no fault, more is.
+write and its counters now and then: a difference of a few attempts in a hundred kills is no fault, more is.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tasklib import embedded, migrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import measures
 from tests.campaigns.soak import say
 from tests.daemon_app import isolated, mixed
-from tests.daemons import daemon
-from tests.promtool import by_labels
-from tests.recount import differences
-from tests.scraping import free_port, scrape
-from tests.waiting import wait_until
+from tests.support.promtool import by_labels
+from tests.support.recount import differences
+from tests.support.scraping import free_port, scrape
+from tools import measures
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.daemons import Daemon
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+    from tools.daemons import Daemon
 
 UNFINISHED = "select count(*) from tasklib.tasks where completed_at is null"
 

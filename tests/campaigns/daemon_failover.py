@@ -25,15 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path,
 
 import tasklib
 from tasklib import embedded, migrate
-from tests.campaigns import daemon_tasks, measures
-from tests.campaigns.daemon_scene import end_in_good_order
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import end_in_good_order
 from tests.campaigns.soak import say, scratch_directory
-from tests.daemons import daemon
-from tests.standby import standby
+from tests.support.standby import standby
+from tools import measures
+from tools.daemons import daemon
 
 if TYPE_CHECKING:
     from tasklib.embedded import EmbeddedPostgres
-    from tests.standby import Standby
+    from tests.support.standby import Standby
 
 LAG_SECONDS = 0.7  # of commits that the standby never hears of
 
@@ -57,7 +58,7 @@ class Load(threading.Thread):
     def run(self) -> None:
         while not self._done.wait(0.02):
             try:
-                self._client.submit_many([daemon_tasks.draw(self._dice) for _ in range(3)])
+                self._client.submit_many([daemon_app.draw(self._dice) for _ in range(3)])
             except tasklib.TasklibError:
                 continue  # it is the outage
 
@@ -82,6 +83,8 @@ def fail_over(primary: EmbeddedPostgres, second: Standby) -> int:
     processes = [second.pid, *measures.family(second.pid)]
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
+    with psycopg.connect(primary.dsn, autocommit=True) as conn:  # else it would find in its socket what was sent since
+        conn.execute("select pg_terminate_backend(pid) from pg_stat_replication")
     time.sleep(LAG_SECONDS)
     with psycopg.connect(primary.dsn) as conn:
         done = {row[0] for row in conn.execute("select id from tasklib.tasks where completed_at is not null")}
@@ -99,11 +102,11 @@ def one_round(options: Options, number: int, scratch: Path) -> list[str]:
     with embedded.postgres(settings={"wal_level": "replica", "max_wal_senders": 10}) as primary:
         migrate.migrate(tasklib.Config(primary.dsn))
         with psycopg.connect(primary.dsn, autocommit=True) as conn:
-            conn.execute(daemon_tasks.MAKE_EFFECTS)
+            conn.execute(daemon_app.MAKE_EFFECTS)
         with standby(primary, settings={"max_standby_streaming_delay": -1}) as second:
             dsn = both(primary, second)
-            environment = {daemon_tasks.JOURNAL: str(scratch / "runs"), daemon_tasks.COMPANY: str(scratch / "company")}
-            app = ["tests.campaigns.daemon_tasks"]
+            environment = {daemon_app.JOURNAL: str(scratch / "runs"), daemon_app.PROCESSES: str(scratch / "processes")}
+            app = ["tests.campaigns.daemon_app"]
             with daemon(dsn, environment=environment, app=app, workers=2, concurrency=4, web={"port": 0}) as made:
                 load = Load(dsn, options.seed + number)
                 load.start()

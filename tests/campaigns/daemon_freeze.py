@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks, measures
-from tests.campaigns.daemon_scene import (
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import (
+    Campaign,
     Hit,
-    Scene,
     conclude,
     end_in_good_order,
     is_hit_by,
     recoveries,
 )
 from tests.campaigns.soak import say, scratch_directory, wait_for
-from tests.daemons import is_alive
+from tools import measures
+from tools.daemons import is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
     from tests.campaigns.soak import Run
-    from tests.daemons import Daemon
+    from tools.daemons import Daemon
 
 NAMES = ("one", "other")
 WORKERS = 2
@@ -60,12 +61,12 @@ class Options:
 
 
 class Freezer:
-    def __init__(self, scene: Scene, options: Options) -> None:
-        self._scene = scene
+    def __init__(self, campaign: Campaign, options: Options) -> None:
+        self._scene = campaign
         self._options = options
         self.rejoined_seconds: list[float] = []
         self._taken_over: dict[UUID, Any] = {}  # rows of tasks that others had finished before the thaw
-        scene.start_all(NAMES, workers=WORKERS, lease_seconds=options.lease_seconds)
+        campaign.start_all(NAMES, workers=WORKERS, lease_seconds=options.lease_seconds)
 
     def run(self) -> None:
         for number in range(1, self._options.freezes + 1):
@@ -73,17 +74,17 @@ class Freezer:
             self._freeze(self._scene.daemons[NAMES[number % 2]], number)
 
     def _freeze(self, daemon: Daemon, number: int) -> None:
-        scene = self._scene
-        workers = scene.bait(daemon, daemon_tasks.draw_long)
+        campaign = self._scene
+        workers = campaign.occupy(daemon, daemon_app.draw_long)
         frozen = stop_all(daemon.pid)
         at = time.time()
-        held = scene.held_by(*workers)
+        held = campaign.held_by(*workers)
         taken = self._wait_for_takeover(Hit(workers, at, float("inf"), held))
         time.sleep(max(at + self._options.lease_seconds + PAST_SECONDS - time.time(), 0))
         until = time.time()
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
-        scene.hits.append(Hit(workers, at, until, held))
+        campaign.hits.append(Hit(workers, at, until, held))
         self._wait_for_rejoin(daemon, workers, until)
         say(
             f"freeze {number}/{self._options.freezes}: {len(frozen)} processes for {until - at:.1f} s, "
@@ -92,49 +93,49 @@ class Freezer:
 
     def _wait_for_takeover(self, hit: Hit) -> list[UUID]:
         """Until the others have done all that it executes; it may take no longer than the limit."""
-        scene = self._scene
-        executing = [run.task_id for run in scene.runs() if is_hit_by(run, hit)]
+        campaign = self._scene
+        executing = [run.task_id for run in campaign.runs() if is_hit_by(run, hit)]
         undone = "tasklib.tasks where completed_at is null and id = any(%s)"
         limit = self._options.recovery_seconds + 5
-        scene.expect(lambda: scene.count(undone, executing) == 0, limit, "others to do what the frozen one executes")
+        campaign.expect(lambda: campaign.count(undone, executing) == 0, limit, "others to do the frozen tasks")
         dead = "tasklib.workers where died_at is null and pid = any(%s)"
-        scene.expect(lambda: scene.count(dead, [*hit.pids]) == 0, limit, "the frozen workers to be given up for dead")
-        for task, attempts in scene.conn.execute(_ROWS, [executing]).fetchall():
+        campaign.expect(lambda: campaign.count(dead, [*hit.pids]) == 0, limit, "the frozen workers to be declared dead")
+        for task, attempts in campaign.conn.execute(_ROWS, [executing]).fetchall():
             self._taken_over[task["id"]] = (task, attempts)
         return executing
 
     def _wait_for_rejoin(self, daemon: Daemon, workers: frozenset[int], since: float) -> None:
         """The same processes, registered anew; and one of them executes something."""
-        scene, began = self._scene, time.monotonic()
+        campaign, began = self._scene, time.monotonic()
         alive = "tasklib.workers where died_at is null and lease_until > clock_timestamp() and pid = any(%s)"
 
         def has_rejoined() -> bool:
-            is_back = scene.count(alive, [*workers]) == WORKERS
-            return is_back and any(run.pid in workers and run.began > since for run in scene.runs())
+            is_back = campaign.count(alive, [*workers]) == WORKERS
+            return is_back and any(run.pid in workers and run.began > since for run in campaign.runs())
 
-        scene.expect(has_rejoined, REJOIN_SECONDS, "a thawed daemon to take part again")
+        campaign.expect(has_rejoined, REJOIN_SECONDS, "a thawed daemon to take part again")
         self.rejoined_seconds.append(time.monotonic() - began)
         now = frozenset(int(each["pid"]) for each in daemon.status()["workers"] if each["pid"])
         if now != workers:
-            scene.problems.append(f"other workers after the thaw: {sorted(workers)}, {sorted(now)}")
+            campaign.problems.append(f"other workers after the thaw: {sorted(workers)}, {sorted(now)}")
 
     def judge(self, runs: Sequence[Run]) -> None:
-        scene = self._scene
-        rows = scene.conn.execute(_ROWS, [[*self._taken_over]]).fetchall()
+        campaign = self._scene
+        rows = campaign.conn.execute(_ROWS, [[*self._taken_over]]).fetchall()
         now = {task["id"]: (task, attempts) for task, attempts in rows}
         changed = [task_id for task_id, row in self._taken_over.items() if now.get(task_id) != row]
         if changed:
-            scene.problems.append(f"changed after others had finished them: {changed[:5]}")
-        late = [run for run in runs for hit in scene.hits if is_hit_by(run, hit) and run.ended]
+            campaign.problems.append(f"changed after others had finished them: {changed[:5]}")
+        late = [run for run in runs for hit in campaign.hits if is_hit_by(run, hit) and run.ended]
         say(f"bodies that went on after the thaw, in vain: {len(late)}")
-        found = recoveries(scene.hits, runs)
+        found = recoveries(campaign.hits, runs)
         seconds = [each.seconds for each in found]
         say(f"from freeze to the next start by the other daemon: {measures.shown(seconds)}; {measures.load()}")
         say(f"from thaw to its next start: {measures.shown(self.rejoined_seconds)}")
         if measures.percentile(seconds, 100) > self._options.recovery_seconds:
-            scene.problems.append(f"began again too late: {max(seconds):.1f} s")
+            campaign.problems.append(f"began again too late: {max(seconds):.1f} s")
         if not found:
-            scene.problems.append("no freeze has hit a task: nothing was tried")
+            campaign.problems.append("no freeze has hit a task: nothing was tried")
 
 
 def stop_all(root: int) -> list[int]:
@@ -157,15 +158,15 @@ def stands_still(pid: int) -> bool:
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_tasks.draw)
-        freezer = Freezer(scene, options)
-        with scene.load():
+        campaign = Campaign(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_app.draw)
+        freezer = Freezer(campaign, options)
+        with campaign.load():
             freezer.run()
-        scene.drain(60)
+        campaign.drain(60)
         for name in NAMES:
-            scene.stop(name)
-        freezer.judge(scene.judge())
-        return conclude(scene, options.seed)
+            campaign.stop(name)
+        freezer.judge(campaign.judge())
+        return conclude(campaign, options.seed)
 
 
 def main() -> int:

@@ -18,9 +18,9 @@ from tasklib import embedded, migrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import measures
 from tests.campaigns.soak import say
-from tests.daemons import TASKLIBD, Daemon, daemon
+from tools import measures
+from tools.daemons import TASKLIBD, Daemon, daemon
 
 MOST_CPU_PERCENT = 1.0
 MOST_PSS_MB = 250.0

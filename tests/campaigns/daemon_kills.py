@@ -18,15 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks, measures
-from tests.campaigns.daemon_scene import Hit, Scene, conclude, end_in_good_order, kill, recoveries, wait_until_gone
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import (
+    Campaign,
+    Hit,
+    conclude,
+    end_in_good_order,
+    kill,
+    recoveries,
+    wait_until_gone,
+)
 from tests.campaigns.soak import say, scratch_directory
+from tools import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.campaigns.soak import Run
-    from tests.daemons import Daemon
+    from tools.daemons import Daemon
 
 WORKERS = 3
 ROLES = {"worker": 8, "keeper": 1, "web": 1}  # how often each is hit
@@ -45,8 +54,8 @@ class Options:
 
 
 class Killer:
-    def __init__(self, scene: Scene, daemon: Daemon, options: Options) -> None:
-        self._scene = scene
+    def __init__(self, campaign: Campaign, daemon: Daemon, options: Options) -> None:
+        self._scene = campaign
         self._daemon = daemon
         self._options = options
         self.killed: collections.Counter[str] = collections.Counter()
@@ -61,13 +70,13 @@ class Killer:
 
     def _kill_one(self) -> None:
         role, child = self._victim()
-        pid, scene = int(child["pid"]), self._scene
-        held = scene.held_by(pid) if role == "worker" else frozenset()
+        pid, campaign = int(child["pid"]), self._scene
+        held = campaign.held_by(pid) if role == "worker" else frozenset()
         at = time.time()
         kill(pid)
         wait_until_gone([pid], 1)
         if role == "worker":
-            scene.hits.append(Hit(frozenset({pid}), at, time.time(), held))
+            campaign.hits.append(Hit(frozenset({pid}), at, time.time(), held))
         self.killed[role if child["state"] == "ready" else f"{role}, {child['state']}"] += 1
 
     def _victim(self) -> tuple[str, dict[str, Any]]:
@@ -109,40 +118,40 @@ def is_whole(daemon: Daemon) -> bool:
     return len(daemon.workers()) == WORKERS and all(status[role]["state"] == "ready" for role in ("keeper", "web"))
 
 
-def judge(scene: Scene, runs: Sequence[Run], options: Options) -> None:
-    found = recoveries(scene.hits, runs)
+def judge(campaign: Campaign, runs: Sequence[Run], options: Options) -> None:
+    found = recoveries(campaign.hits, runs)
     seconds = [each.seconds for each in found]
     say(f"from kill to the next start: {measures.shown(seconds)}; {measures.load()}")
-    settled = [float(line["seconds"]) for line in scene.lines if line.get("event") == "worker.recovered"]
+    settled = [float(line["seconds"]) for line in campaign.lines if line.get("event") == "worker.recovered"]
     say(f"from death to what it held being runnable: {measures.shown(settled)}")
-    boots = [float(line["seconds"]) for line in scene.lines if line.get("event") == "worker.ready"]
+    boots = [float(line["seconds"]) for line in campaign.lines if line.get("event") == "worker.ready"]
     say(f"from fork to a worker that claims: {measures.shown(boots)}")
     p99 = measures.percentile(seconds, 99)
     if p99 >= options.recovery_seconds:
         late = sorted(found, key=lambda each: -each.seconds)[: max(len(found) // 100, 5)]
         shown = "; ".join(f"{each.task_id} {each.seconds:.2f} s" for each in late)
-        scene.problems.append(f"p99 {p99:.2f} s, and {options.recovery_seconds:g} is allowed. The last: {shown}")
-    if scene.hits and not found:
-        scene.problems.append("no kill has hit a task: nothing was tried")
+        campaign.problems.append(f"p99 {p99:.2f} s, and {options.recovery_seconds:g} is allowed. The last: {shown}")
+    if campaign.hits and not found:
+        campaign.problems.append("no kill has hit a task: nothing was tried")
 
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_tasks.draw)
-        daemon = scene.start("kills", workers=WORKERS, web={"port": 0}, poll_interval_seconds=1.0)
+        campaign = Campaign(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_app.draw)
+        daemon = campaign.start("kills", workers=WORKERS, web={"port": 0}, poll_interval_seconds=1.0)
         supervisor = daemon.status()["pid"]
-        killer = Killer(scene, daemon, options)
-        with scene.load():
+        killer = Killer(campaign, daemon, options)
+        with campaign.load():
             killer.run()
-            scene.expect(lambda: is_whole(daemon), 60, "the daemon to be whole again")
-        scene.drain(60)
+            campaign.expect(lambda: is_whole(daemon), 60, "the daemon to be whole again")
+        campaign.drain(60)
         if daemon.status()["pid"] != supervisor:
-            scene.problems.append("another supervisor")
-        scene.stop("kills")
-        runs = scene.judge()
-        judge(scene, runs, options)
+            campaign.problems.append("another supervisor")
+        campaign.stop("kills")
+        runs = campaign.judge()
+        judge(campaign, runs, options)
         say(f"killed: {dict(killer.killed)}; spared, because a task of theirs would have been buried: {killer.spared}")
-        return conclude(scene, options.seed)
+        return conclude(campaign, options.seed)
 
 
 def main() -> int:

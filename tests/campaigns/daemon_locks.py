@@ -22,9 +22,10 @@ import psycopg
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
 import tasklib
-from tests.campaigns import daemon_tasks, measures, soak_worker
-from tests.campaigns.daemon_scene import Scene, conclude, end_in_good_order
+from tests.campaigns import daemon_app, soak_worker
+from tests.campaigns.daemon_campaign import Campaign, conclude, end_in_good_order
 from tests.campaigns.soak import say, scratch_directory
+from tools import measures
 
 HELD_SECONDS = 3.0
 USERS = 3
@@ -79,13 +80,13 @@ class Phase:
         return len(self.took) / self.seconds
 
 
-def round_trips(scene: Scene, client: tasklib.Client, *, seconds: float, least: int) -> Phase:
+def round_trips(campaign: Campaign, client: tasklib.Client, *, seconds: float, least: int) -> Phase:
     """For so many seconds, and until there were so many."""
     took: list[float] = []
     began = time.monotonic()
     while (now := time.monotonic()) < began + seconds or len(took) < least:
         task = soak_worker.work_async.options(priority=BYSTANDER).new(0.0)
-        scene.submit([task])
+        campaign.submit([task])
         while (found := client.get_task(task.id)) is None or found.completed_at is None:
             time.sleep(0.002)  # a client that waits for a result holds a lock of its own
         took.append(time.monotonic() - now)
@@ -94,39 +95,39 @@ def round_trips(scene: Scene, client: tasklib.Client, *, seconds: float, least: 
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=3.0, seed=options.seed, draw=daemon_tasks.draw)
-        scene.start("locks", workers=2, concurrency=8, web={"port": 0})
-        client = tasklib.Client(tasklib.Config(scene.dsn, pool_size=2))
+        campaign = Campaign(stack, scratch, rate=3.0, seed=options.seed, draw=daemon_app.draw)
+        campaign.start("locks", workers=2, concurrency=8, web={"port": 0})
+        client = tasklib.Client(tasklib.Config(campaign.dsn, pool_size=2))
         stack.callback(client.close)
-        with scene.load():
-            before = round_trips(scene, client, seconds=options.seconds / 2, least=options.round_trips)
-            lockers = [Locker(scene.dsn, options.seed + number) for number in range(USERS)]
+        with campaign.load():
+            before = round_trips(campaign, client, seconds=options.seconds / 2, least=options.round_trips)
+            lockers = [Locker(campaign.dsn, options.seed + number) for number in range(USERS)]
             for each in lockers:
                 each.start()
             is_over = threading.Event()
-            holders = threading.Thread(target=hold_rows, args=[scene, is_over], daemon=True)
+            holders = threading.Thread(target=hold_rows, args=[campaign, is_over], daemon=True)
             holders.start()
-            beside = round_trips(scene, client, seconds=options.seconds, least=options.round_trips)
+            beside = round_trips(campaign, client, seconds=options.seconds, least=options.round_trips)
             is_over.set()
             holders.join()
             for each in lockers:
                 each.stop()
-        scene.drain(60)
-        scene.stop("locks")
-        scene.judge()
+        campaign.drain(60)
+        campaign.stop("locks")
+        campaign.judge()
         say(f"rows that users locked: {sum(each.locked for each in lockers)}")
         say(f"round trips before: {measures.shown(before.took)}")
         say(f"round trips beside the locks: {measures.shown(beside.took)}; {measures.load()}")
         share = beside.rate / before.rate
         say(f"round trips a second: {share:.2f} of before")
         if share < options.least_share:
-            scene.problems.append(f"{share:.2f} of the round trips, and {options.least_share:g} is the least")
-        return conclude(scene, options.seed)
+            campaign.problems.append(f"{share:.2f} of the round trips, and {options.least_share:g} is the least")
+        return conclude(campaign, options.seed)
 
 
-def hold_rows(scene: Scene, is_over: threading.Event) -> None:
+def hold_rows(campaign: Campaign, is_over: threading.Event) -> None:
     while not is_over.is_set():
-        scene.submit([daemon_tasks.hold_itself.new(HELD_SECONDS) for _ in range(3)])
+        campaign.submit([daemon_app.hold_itself.new(HELD_SECONDS) for _ in range(3)])
         is_over.wait(HELD_SECONDS / 2)
 
 

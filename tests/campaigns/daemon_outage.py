@@ -21,17 +21,17 @@ from tasklib import migrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import measures
 from tests.campaigns.daemon_idle import ORDINARY
 from tests.campaigns.soak import Server, connect, say, scratch_directory, wait_for
 from tests.daemon_app import tasks
-from tests.daemons import TASKLIBD, daemon
+from tools import measures
+from tools.daemons import TASKLIBD, daemon
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.daemons import Daemon, Line
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+    from tools.daemons import Daemon, Line
 
 MOST_CPU_PERCENT = 2.0
 FIRST_TASK_SECONDS = 5.0

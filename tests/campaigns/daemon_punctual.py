@@ -22,14 +22,14 @@ from tasklib import embedded, migrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import measures
 from tests.campaigns.daemon_idle import ORDINARY
 from tests.campaigns.soak import say, scratch_directory, wait_for
 from tests.daemon_app import tasks
-from tests.daemons import TASKLIBD, daemon
+from tools import measures
+from tools.daemons import TASKLIBD, daemon
 
 if TYPE_CHECKING:
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 MOST_LATE_SECONDS = 0.020
 VISIBLE_SECONDS = 0.100

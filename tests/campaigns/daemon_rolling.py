@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks, measures
-from tests.campaigns.daemon_scene import Scene, conclude, end_in_good_order
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import Campaign, conclude, end_in_good_order
 from tests.campaigns.soak import say, scratch_directory
 from tests.campaigns.soak_worker import work, work_async
+from tools import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     import tasklib
     from tests.campaigns.soak import Run
-    from tests.daemons import Daemon
+    from tools.daemons import Daemon
 
 WORKERS = 2
 CONCURRENCY = 8
@@ -52,7 +53,7 @@ def draw(dice: random.Random) -> tasklib.NewTask:
     """Half of the capacity is taken at most; some tasks last longer than it takes to start a worker."""
     function, low, high = dice.choices(
         [
-            (work, 0.0, 0.05), (work_async, 0.0, 0.05), (daemon_tasks.write, 0.0, 0.05), (work, 0.5, 2.0),
+            (work, 0.0, 0.05), (work_async, 0.0, 0.05), (daemon_app.write, 0.0, 0.05), (work, 0.5, 2.0),
             (work_async, 0.5, 2.0),
         ],
         [30, 30, 5, 4, 4],
@@ -61,10 +62,10 @@ def draw(dice: random.Random) -> tasklib.NewTask:
 
 
 class Restarter:
-    def __init__(self, scene: Scene, options: Options) -> None:
-        self._scene = scene
+    def __init__(self, campaign: Campaign, options: Options) -> None:
+        self._scene = campaign
         self._options = options
-        self._daemon: Daemon = scene.start(
+        self._daemon: Daemon = campaign.start(
             NAME, workers=WORKERS, concurrency=CONCURRENCY, grace_seconds=GRACE_SECONDS, poll_interval_seconds=1.0
         )
         self.seconds: list[float] = []
@@ -97,49 +98,51 @@ class Restarter:
         return {each["pid"] for each in children if each["state"] == "ready"}
 
 
-def judge(scene: Scene, runs: Sequence[Run], options: Options, restarter: Restarter) -> None:
+def judge(campaign: Campaign, runs: Sequence[Run], options: Options, restarter: Restarter) -> None:
     say(f"from SIGHUP until others serve: {measures.shown(restarter.seconds)}; {measures.load()}")
     created: dict[UUID, float] = dict(
-        scene.conn.execute("select id, extract(epoch from created_at)::float8 from tasklib.tasks").fetchall()
+        campaign.conn.execute("select id, extract(epoch from created_at)::float8 from tasklib.tasks").fetchall()
     )
     gaps = [run.began - created[run.task_id] for run in runs if run.task_id in created]
     say(f"from submit to start: {measures.shown(gaps)}; {measures.load()}")
     p99 = measures.percentile(gaps, 99)
     if p99 >= options.gap_seconds:
-        scene.problems.append(f"the gap between submit and start is {p99:.2f} s (p99)")
-    judge_attempts(scene)
-    judge_log(scene, options)
+        campaign.problems.append(f"the gap between submit and start is {p99:.2f} s (p99)")
+    judge_attempts(campaign)
+    judge_log(campaign, options)
 
 
-def judge_attempts(scene: Scene) -> None:
+def judge_attempts(campaign: Campaign) -> None:
     """Each task was begun once, and no execution was cut short: all of them ended within the grace."""
-    attempts, tasks = scene.count("tasklib.task_attempts"), scene.count("tasklib.tasks")
+    attempts, tasks = campaign.count("tasklib.task_attempts"), campaign.count("tasklib.tasks")
     if attempts != tasks:
-        scene.problems.append(f"{attempts} attempts for {tasks} tasks")
-    cut = scene.count("tasklib.task_attempts where outcome <> 'COMPLETED'")
-    crashed = scene.count("tasklib.tasks where crash_count > 0 or strikes > 0")
-    scene.problems += [f"{number} {what}" for what, number in {"cut short": cut, "crashed": crashed}.items() if number]
+        campaign.problems.append(f"{attempts} attempts for {tasks} tasks")
+    cut = campaign.count("tasklib.task_attempts where outcome <> 'COMPLETED'")
+    crashed = campaign.count("tasklib.tasks where crash_count > 0 or strikes > 0")
+    campaign.problems += [
+        f"{number} {what}" for what, number in {"cut short": cut, "crashed": crashed}.items() if number
+    ]
 
 
-def judge_log(scene: Scene, options: Options) -> None:
-    said = [str(line.get("event")) for line in scene.lines]
+def judge_log(campaign: Campaign, options: Options) -> None:
+    said = [str(line.get("event")) for line in campaign.lines]
     done, replaced = said.count("reload.done"), said.count("worker.died")
     if done != options.restarts or replaced != WORKERS * (options.restarts + 1):
-        scene.problems.append(f"{done} reloads, and {replaced} workers that ended")
-    loud = {"worker.killed", "worker.hurried", "reload.failed", "reload.refused", "daemon.unhealthy"}
-    scene.problems += [f"the daemon said {event}" for event in sorted(loud & {*said})]
+        campaign.problems.append(f"{done} reloads, and {replaced} workers that ended")
+    loud = {"worker.killed", "worker.interrupted", "reload.failed", "reload.refused", "daemon.unhealthy"}
+    campaign.problems += [f"the daemon said {event}" for event in sorted(loud & {*said})]
 
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=options.rate, seed=options.seed, draw=draw)
-        restarter = Restarter(scene, options)
-        with scene.load():
+        campaign = Campaign(stack, scratch, rate=options.rate, seed=options.seed, draw=draw)
+        restarter = Restarter(campaign, options)
+        with campaign.load():
             restarter.run()
-        scene.drain(60)
-        scene.stop(NAME)
-        judge(scene, scene.judge(), options, restarter)
-        return conclude(scene, options.seed)
+        campaign.drain(60)
+        campaign.stop(NAME)
+        judge(campaign, campaign.judge(), options, restarter)
+        return conclude(campaign, options.seed)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,22 +20,22 @@ import psycopg
 
 import tasklib
 from tasklib import embedded, migrate
-from tasklib_daemon.exits import Exit
+from tasklib_daemon.exit_codes import Exit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import measures
 from tests.campaigns.soak import say
 from tests.daemon_app import mixed
-from tests.daemons import daemon
-from tests.scraping import free_port
-from tests.waiting import wait_until
+from tests.support.scraping import free_port
+from tools import measures
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.daemons import Daemon
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+    from tools.daemons import Daemon
 
 WORKERS = 2
 LEAST_SHARE = 0.9  # of the throughput without scrapes; less is noise

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks, measures
-from tests.campaigns.daemon_scene import (
+from tests.campaigns import daemon_app
+from tests.campaigns.daemon_campaign import (
     GONE_SECONDS,
+    Campaign,
     Hit,
-    Scene,
     conclude,
     end_in_good_order,
     is_hit_by,
@@ -30,6 +30,7 @@ from tests.campaigns.daemon_scene import (
     wait_until_gone,
 )
 from tests.campaigns.soak import say, scratch_directory
+from tools import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +52,13 @@ class Options:
 
 
 class Killer:
-    def __init__(self, scene: Scene, options: Options) -> None:
-        self._scene = scene
+    def __init__(self, campaign: Campaign, options: Options) -> None:
+        self._scene = campaign
         self._options = options
         self._settings: dict[str, Any] = {"workers": 2, "lease_seconds": options.lease_seconds}
         self.gone_seconds: list[float] = []
         self.families: list[int] = []
-        scene.start_all(NAMES, **self._settings)
+        campaign.start_all(NAMES, **self._settings)
 
     def run(self) -> None:
         for number in range(1, self._options.kills + 1):
@@ -66,27 +67,27 @@ class Killer:
 
     def _kill(self, name: str, number: int) -> None:
         """Every other time it is started again at once, and otherwise when the other daemon has taken over."""
-        scene, daemon = self._scene, self._scene.daemons[name]
-        workers = scene.bait(daemon, in_company if number % 2 else daemon_tasks.draw_long)
+        campaign, daemon = self._scene, self._scene.daemons[name]
+        workers = campaign.occupy(daemon, with_children if number % 2 else daemon_app.draw_long)
         family = [*measures.family(daemon.pid)]
-        company = {*scene.company()}.intersection(family)
+        children = {*campaign.started_processes()}.intersection(family)
         at = time.time()
         kill(daemon.pid)
         seconds, left = wait_until_gone(family, GONE_SECONDS + 5)
-        held = scene.held_by(*workers)
-        scene.hits.append(Hit(workers, at, time.time(), held))
+        held = campaign.held_by(*workers)
+        campaign.hits.append(Hit(workers, at, time.time(), held))
         self._note(family, seconds, left)
         say(
-            f"kill {number}/{self._options.kills}: {len(family)} processes, {len(company)} of them started by tasks, "
+            f"kill {number}/{self._options.kills}: {len(family)} processes, {len(children)} of them started by tasks, "
             f"gone after {seconds:.2f} s; {len(held)} tasks held"
         )
-        scene.forget(name)
+        campaign.forget(name)
         if number % 4 < 2:  # each of the two, now and then
-            self._wait_for_recovery(scene.hits[-1])
-            scene.start(name, **self._settings)
+            self._wait_for_recovery(campaign.hits[-1])
+            campaign.start(name, **self._settings)
         else:
-            scene.start(name, **self._settings)
-            self._wait_for_recovery(scene.hits[-1])
+            campaign.start(name, **self._settings)
+            self._wait_for_recovery(campaign.hits[-1])
 
     def _note(self, family: Sequence[int], seconds: float, left: Sequence[int]) -> None:
         self.gone_seconds.append(seconds)
@@ -103,12 +104,12 @@ class Killer:
         self._scene.expect(lambda: self._scene.count(idle, hit_tasks) == 0, limit, "what was executing to be done")
 
 
-def in_company(_dice: random.Random, seconds: float) -> tasklib.NewTask:
-    return daemon_tasks.work_in_company.new(seconds)
+def with_children(_dice: random.Random, seconds: float) -> tasklib.NewTask:
+    return daemon_app.work_with_children.new(seconds)
 
 
-def judge(scene: Scene, runs: Sequence[Run], options: Options, killer: Killer) -> None:
-    found = recoveries(scene.hits, runs)
+def judge(campaign: Campaign, runs: Sequence[Run], options: Options, killer: Killer) -> None:
+    found = recoveries(campaign.hits, runs)
     seconds = [each.seconds for each in found]
     say(f"processes of a daemon: {min(killer.families)} to {max(killer.families)}")
     say(f"from kill until the last of them was gone: {measures.shown(killer.gone_seconds)}")
@@ -116,25 +117,25 @@ def judge(scene: Scene, runs: Sequence[Run], options: Options, killer: Killer) -
     late = [each for each in found if each.seconds > options.recovery_seconds]
     if late:
         shown = "; ".join(f"{each.task_id} {each.seconds:.1f} s" for each in late[:5])
-        scene.problems.append(f"{len(late)} tasks began again too late ({options.recovery_seconds:g} s): {shown}")
+        campaign.problems.append(f"{len(late)} tasks began again too late ({options.recovery_seconds:g} s): {shown}")
     if not found:
-        scene.problems.append("no kill has hit a task: nothing was tried")
+        campaign.problems.append("no kill has hit a task: nothing was tried")
 
 
 def campaign(options: Options, scratch: Path) -> int:
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_tasks.draw_with_company)
-        killer = Killer(scene, options)
-        with scene.load():
+        campaign = Campaign(stack, scratch, rate=options.rate, seed=options.seed, draw=daemon_app.draw_with_children)
+        killer = Killer(campaign, options)
+        with campaign.load():
             killer.run()
-        scene.drain(60)
+        campaign.drain(60)
         for name in NAMES:
-            scene.stop(name)
-        if left := scene.company():
-            scene.problems.append(f"processes that tasks had started are left: {left}")
-        runs = scene.judge()
-        judge(scene, runs, options, killer)
-        return conclude(scene, options.seed)
+            campaign.stop(name)
+        if left := campaign.started_processes():
+            campaign.problems.append(f"processes that tasks had started are left: {left}")
+        runs = campaign.judge()
+        judge(campaign, runs, options, killer)
+        return conclude(campaign, options.seed)
 
 
 def main() -> int:

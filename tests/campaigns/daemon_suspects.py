@@ -18,12 +18,21 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests.campaigns import daemon_tasks, measures, soak_worker
-from tests.campaigns.daemon_scene import Hit, Scene, conclude, end_in_good_order, kill, recoveries, wait_until_gone
+from tests.campaigns import daemon_app, soak_worker
+from tests.campaigns.daemon_campaign import (
+    Campaign,
+    Hit,
+    conclude,
+    end_in_good_order,
+    kill,
+    recoveries,
+    wait_until_gone,
+)
 from tests.campaigns.soak import say, scratch_directory
+from tools import measures
 
 if TYPE_CHECKING:
-    from tests.daemons import Daemon
+    from tools.daemons import Daemon
 
 BACKLOG = 400  # tasks that are ready at any time, so that no worker is ever idle
 VICTIM_SECONDS = 1.5
@@ -62,9 +71,9 @@ def phases(options: Options) -> list[Phase]:
 class Backlog(threading.Thread):
     """Keeps so many tasks ready."""
 
-    def __init__(self, scene: Scene, phase: Phase) -> None:
+    def __init__(self, campaign: Campaign, phase: Phase) -> None:
         super().__init__(name="backlog", daemon=True)
-        self._scene = scene
+        self._scene = campaign
         self._phase = phase
         self._done = threading.Event()
         self._most = BACKLOG if phase.others[1] < 1 else phase.workers * phase.concurrency // 2
@@ -82,25 +91,25 @@ class Backlog(threading.Thread):
         self.join()
 
 
-def kill_one(scene: Scene, daemon: Daemon, phase: Phase) -> None:
+def kill_one(campaign: Campaign, daemon: Daemon, phase: Phase) -> None:
     """The worker that executes most of the victims, once some of them have begun."""
     functions = [soak_worker.work, soak_worker.work_async]
     victims = [
         function.options(priority=ABOVE_ALL).new(VICTIM_SECONDS)
-        for function in scene.dice.choices(functions, k=phase.concurrency)
+        for function in campaign.dice.choices(functions, k=phase.concurrency)
     ]
-    scene.submit(victims)
+    campaign.submit(victims)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         pids = [int(child["pid"]) for child in daemon.workers()]
-        held = {pid: len(scene.executing(pid, [each.id for each in victims])) for pid in pids}
+        held = {pid: len(campaign.executing(pid, [each.id for each in victims])) for pid in pids}
         if held and max(held.values()) > 0:
             pid = max(held, key=lambda each: held[each])
-            before = scene.held_by(pid)
+            before = campaign.held_by(pid)
             at = time.time()
             kill(pid)
             wait_until_gone([pid], 1)
-            scene.hits.append(Hit(frozenset({pid}), at, time.time(), before))
+            campaign.hits.append(Hit(frozenset({pid}), at, time.time(), before))
             return
         time.sleep(0.02)
     raise TimeoutError("no worker executes what was submitted for it")
@@ -109,28 +118,28 @@ def kill_one(scene: Scene, daemon: Daemon, phase: Phase) -> None:
 def run_phase(phase: Phase, options: Options, scratch: Path) -> int:
     say(f"-- {phase.name}: {phase.workers} workers, {phase.concurrency} tasks at a time")
     with contextlib.ExitStack() as stack:
-        scene = Scene(stack, scratch, rate=1.0, seed=options.seed, draw=daemon_tasks.draw)
-        daemon = scene.start("suspects", workers=phase.workers, concurrency=phase.concurrency, web={"port": 0})
-        with scene.load():
-            backlog = Backlog(scene, phase)
+        campaign = Campaign(stack, scratch, rate=1.0, seed=options.seed, draw=daemon_app.draw)
+        daemon = campaign.start("suspects", workers=phase.workers, concurrency=phase.concurrency, web={"port": 0})
+        with campaign.load():
+            backlog = Backlog(campaign, phase)
             backlog.start()
             for number in range(1, options.kills + 1):
-                time.sleep(options.seconds_per_kill * scene.dice.uniform(0.5, 1.5))
-                scene.expect(lambda: len(daemon.workers()) == phase.workers, 60, "the daemon to be whole again")
-                kill_one(scene, daemon, phase)
+                time.sleep(options.seconds_per_kill * campaign.dice.uniform(0.5, 1.5))
+                campaign.expect(lambda: len(daemon.workers()) == phase.workers, 60, "the daemon to be whole again")
+                kill_one(campaign, daemon, phase)
                 if number % 10 == 0 or number == options.kills:
                     say(f"kill {number}/{options.kills}")
             backlog.stop()
-        scene.drain(120)
-        scene.stop("suspects")
-        found = recoveries(scene.hits, scene.judge())
+        campaign.drain(120)
+        campaign.stop("suspects")
+        found = recoveries(campaign.hits, campaign.judge())
         seconds = [each.seconds for each in found]
-        say(f"suspects a kill: {len(found) / max(len(scene.hits), 1):.1f}")
+        say(f"suspects a kill: {len(found) / max(len(campaign.hits), 1):.1f}")
         say(f"from kill to the next start: {measures.shown(seconds)}; {measures.load()}")
         p99 = measures.percentile(seconds, 99)
         if not found or p99 >= phase.seconds:
-            scene.problems.append(f"{phase.name}: p99 {p99:.2f} s of {len(found)}, and {phase.seconds:g} is allowed")
-        return conclude(scene, options.seed)
+            campaign.problems.append(f"{phase.name}: p99 {p99:.2f} s of {len(found)}, and {phase.seconds:g} is allowed")
+        return conclude(campaign, options.seed)
 
 
 def main() -> int:

@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path,
 from tests.campaigns import exactly_once_worker as tasks
 from tests.campaigns import soak
 from tests.campaigns.soak import connect, load_journals, read_runs, say, scratch_directory, wait_for
-from tests.invariants import violations
-from tests.proxy import CuttingProxy
-from tests.raw_sql import literal
+from tests.support.invariants import violations
+from tests.support.proxy import CuttingProxy
+from tests.support.raw_sql import literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.proxy import Fate, Said
-    from tests.raw_sql import Conn
+    from tests.support.proxy import Fate, Said
+    from tests.support.raw_sql import Conn
 
 WORKERS = soak.WORKERS
 HELD_SECONDS = 30.0  # a COMMIT that waits for nobody goes on

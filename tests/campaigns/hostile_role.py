@@ -29,13 +29,13 @@ from tasklib import doctor, embedded, migrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
-from tests import pooler
 from tests.campaigns import hostile_role_tasks as tasks
 from tests.campaigns.soak import say
-from tests.daemons import daemon
-from tests.hostile import DAEMON, OWNER, WEB, HostileDatabase
-from tests.raw_sql import literal
-from tests.waiting import wait_until
+from tests.support import pooler
+from tests.support.hostile import DAEMON, OWNER, WEB, HostileDatabase
+from tests.support.raw_sql import literal
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -147,7 +147,7 @@ def _submit_on_borrowed(dsn: str) -> None:
 def _look_after(database: HostileDatabase) -> None:
     """What the owner does: it looks, and puts the functions in place once more."""
     config = tasklib.Config(database.of(OWNER))
-    list(doctor.examine(config))
+    list(doctor.run_checks(config))
     with database.connect(OWNER) as conn:
         conn.execute("delete from tasklib.schema_migrations where version = 0")
     migrate.migrate(config)

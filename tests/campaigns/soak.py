@@ -2,7 +2,8 @@
 at once, and while workers are frozen until others think them dead.
 
 Nothing that was acknowledged may be lost, nothing may run twice at once, and what a killed worker held must go on soon.
-What was submitted, and what ran, is journaled outside the database; tests/invariants.sql compares the two at the end.
+What was submitted, and what ran, is journaled outside the database; tests/support/invariants.sql compares the two at
+the end.
 
     python3 dev.py soak                             everything, in a quarter of an hour
     python3 dev.py soak --kills 20 --restarts 10
@@ -39,12 +40,12 @@ from tasklib import embedded, migrate
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run by its path, it finds its neighbours too
 
 from tests.campaigns import soak_worker as tasks
-from tests.invariants import AT_ANY_TIME, make_journal_tables, violations
+from tests.support.invariants import AT_ANY_TIME, make_journal_tables, violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 3

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import tasklib
-from tasklib.worker.surroundings import WorkerSurroundings
+from tasklib.worker.task_context import WorkerTaskContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -39,8 +39,8 @@ def attempt() -> int:
 
 def _note(event: str) -> None:
     current = tasklib.current_task()
-    assert isinstance(current.surroundings, WorkerSurroundings)
-    held = current.surroundings.execution.task
+    assert isinstance(current.task_context, WorkerTaskContext)
+    held = current.task_context.execution.task
     write(
         _journal, event=event, pid=os.getpid(), at=time.time(), task_id=str(current.id), token=held.fencing_token,
         attempt=current.attempt, worker_id=held.worker_id, task=current.name,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 
 import tasklib
 from tasklib import Cancel, Fail, Fixed, Snooze
+from tests.support import hostile_tasks
 
 SOON = Fixed(0.2)
 
@@ -66,14 +64,12 @@ def never_end_in_c() -> None:
 
 @tasklib.task(queue="slow")
 def die_once(flag: str) -> None:
-    if not Path(flag).exists():
-        Path(flag).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    hostile_tasks.kill_process_once(flag)
 
 
 @tasklib.task(queue="slow")
 def die_always() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    hostile_tasks.kill_process()
 
 
 @tasklib.task(queue="quick")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 
 import structlog
 
 import tasklib
+from tests.support import hostile_tasks
 
 log = structlog.get_logger("shop")
 
@@ -23,4 +23,4 @@ def say(word: str) -> int:
 @tasklib.task(isolation="process")
 def crash_alone() -> None:
     """Its own process dies, and its worker tells of it: it is buried at the third time."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    hostile_tasks.kill_process()

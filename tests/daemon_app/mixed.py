@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from typing import TYPE_CHECKING
 
 import tasklib
 from tasklib import current_task
+from tests.support import hostile_tasks
 
 if TYPE_CHECKING:
     import random
@@ -61,7 +61,7 @@ def keep_books(text: str) -> None:
 
 @tasklib.task
 def crash() -> None:
-    ctypes.string_at(0)
+    hostile_tasks.segfault()
 
 
 def draw(dice: random.Random) -> tasklib.NewTask:

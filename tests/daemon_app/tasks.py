@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import random
@@ -17,6 +16,7 @@ from typing import Any
 import psycopg
 
 import tasklib
+from tests.support import hostile_tasks
 
 PLACES = ("/", "/etc", "/opt", "/tmp", "/usr", "/var")  # noqa: S108 - whether they are writable
 
@@ -56,7 +56,7 @@ def pid() -> int:
 
 
 @tasklib.task
-def surroundings() -> dict[str, Any]:
+def task_context() -> dict[str, Any]:
     """Where a task finds itself, and what it may do there."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("ascii").splitlines())
     return {
@@ -112,23 +112,23 @@ def sleep_in_c(seconds: float) -> None:
 @tasklib.task
 def hold_gil(seconds: float) -> None:
     """No other thread of the process goes on."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1_000_000))
+    hostile_tasks.hold_gil(seconds)
 
 
 @tasklib.task
 def crash() -> None:
-    ctypes.string_at(0)
+    hostile_tasks.segfault()
 
 
 @tasklib.task
 def exit_now(code: int) -> None:
-    os._exit(code)
+    hostile_tasks.exit_process(code)
 
 
 @tasklib.task
 def close_descriptors(seconds: float) -> str:
     """All but the standard ones; goes on for a while."""
-    os.closerange(3, 4096)
+    hostile_tasks.close_descriptors(3)
     time.sleep(seconds)
     return "closed"
 
@@ -136,9 +136,7 @@ def close_descriptors(seconds: float) -> str:
 @tasklib.task
 def kill_once(flag: str) -> str:
     """Takes its worker along the first time."""
-    if not Path(flag).exists():
-        Path(flag).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    hostile_tasks.kill_process_once(flag)
     return "survived"
 
 
@@ -204,9 +202,6 @@ def _shown(descriptor: Path) -> str:
 
 @tasklib.task
 def eat_memory(megabytes: int, seconds: float = 0.0) -> int:
-    hoard.append(bytearray(os.urandom(1024)) * 1024 * megabytes)
+    hostile_tasks.hold_memory(megabytes)
     time.sleep(seconds)
     return os.getpid()
-
-
-hoard: list[bytearray] = []

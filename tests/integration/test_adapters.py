@@ -13,7 +13,7 @@ from psycopg.pq import Format
 import tasklib
 from tasklib import doctor, migrate
 from tasklib.connection import own_adapters
-from tests.working import running
+from tests.support.working import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ async def test_a_connection_that_is_lent(app: None, config: tasklib.Config, data
 def test_migrations_and_the_doctor(changed_adapters: None, config: tasklib.Config) -> None:
     """They read answers of all kinds."""
     migrate.migrate(config)
-    findings = doctor.examine(config)
+    findings = doctor.run_checks(config)
     assert findings
     assert not [each for each in findings if MARK in repr(each)]
 

@@ -14,7 +14,9 @@ from tasklib import arrays
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 KINDS: dict[str, tuple[Callable[[Any], bytes], st.SearchStrategy[Any]]] = {

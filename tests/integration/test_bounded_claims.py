@@ -13,15 +13,17 @@ import pytest
 import tasklib
 from tasklib.statements import Statement, WorkerStatements
 from tasklib.worker import buffer
-from tasklib.worker.claimer import MOST_LIKELY_QUEUES
-from tests.waiting import wait_until
-from tests.working import ManualWorker, running, wait_final
+from tasklib.worker.served import MOST_LIKELY_QUEUES
+from tests.support.working import ManualWorker, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tasklib.outcomes import HeldTask
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 MEGABYTE = 1024 * 1024
 
@@ -79,9 +81,9 @@ def test_tasks_with_large_arguments_run(
 
     def measure(text: str) -> None:
         texts.append(text)
-        crew = workers[0]._crew
-        assert crew is not None
-        held.append(sum(each.loaded_bytes for each in crew.buffer.held()))
+        run = workers[0]._run
+        assert run is not None
+        held.append(sum(each.loaded_bytes for each in run.buffer.held()))
 
     async def measure_async(text: str) -> None:
         measure(text)
@@ -170,10 +172,10 @@ def test_a_worker_of_many_queues_serves_all_of_them(
     conn.execute("insert into tasklib.tasks (name, queue) select 'job', unnest(%s::text[])", [queues])
     conn.execute("insert into tasklib.tasks (name, queue) values ('job', 'elsewhere')")
     with running(config, concurrency=10, queues=queues if chosen else None) as worker:
-        crew = worker._crew
-        assert crew is not None
+        run = worker._run
+        assert run is not None
         wait_until(lambda: len(ran) >= 500 + (not chosen), "all have run")
-        assert len(crew._menu.likely_queues()) <= MOST_LIKELY_QUEUES + 1
+        assert len(run.basis.served.likely_queues()) <= MOST_LIKELY_QUEUES + 1
     left = [task.queue for task in client.list_tasks(state="pending")]
     assert left == (["elsewhere"] if chosen else [])
 
@@ -200,9 +202,9 @@ def test_a_queue_in_which_much_is_found_is_looked_at_by_itself(client: tasklib.C
     job = tasklib.task(name="job")(lambda: None)
     client.submit_many([job.options(queue="busy").new() for _ in range(200)])
     with running(config, concurrency=20) as worker:
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: "busy" in crew._menu.likely_queues(), "it is known")
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: "busy" in run.basis.served.likely_queues(), "it is known")
 
 
 def test_many_names_and_unserved_tasks_are_passed_over_quickly(conn: Conn, config: tasklib.Config) -> None:

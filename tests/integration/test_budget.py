@@ -13,17 +13,17 @@ import pytest
 import tasklib
 from tasklib import embedded, migrate
 from tasklib.budget import KEEPER_LOOPS, Budget, connection_budget, daemon_budget, warn_if_scarce
-from tasklib.worker.session import Session
-from tests.daemons import daemon
-from tests.pooler import PROGRAM, WHY_NOT, pgbouncer
-from tests.waiting import wait_until
-from tests.working import running, wait_final
+from tasklib.runtime.session import Session
+from tests.support.pooler import PROGRAM, WHY_NOT, pgbouncer
+from tests.support.working import running, wait_final
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,22 @@ from tasklib import TaskWorker
 from tasklib.duties.janitor import FUNCTIONS_SECONDS
 from tasklib.duties.statements import KeeperStatements
 from tasklib.registry import default_registry
-from tasklib.statements import WorkerStatements
+from tasklib.runtime.observer import WorkerObserver
+from tasklib.runtime.session import Session
+from tasklib.worker.basis import Basis, Options
 from tasklib.worker.declaration import Declaration
-from tasklib.worker.session import Session
-from tests.raw_sql import literal
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running
+from tasklib.worker.served import Served
+from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker, get, grown_up_reaper, running
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from uuid import UUID
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 DECLARED: dict[str, Any] = {
     "queue": "mail", "priority": 7, "max_retries": 9, "timeout_seconds": 30.0, "store_result": False,
@@ -201,8 +205,8 @@ def test_what_must_not_run_twice_does_not_however_it_was_submitted(
         began.set()
         release.wait(30)
 
-    witness = ManualWorker(quick, "witness", lives=False)
-    reaper = grown_up_reaper(quick, witness.session)
+    observer = ManualWorker(quick, "observer", lives=False)
+    reaper = grown_up_reaper(quick, observer.session)
     try:
         with running(config):
             assert began.wait(20)
@@ -212,7 +216,7 @@ def test_what_must_not_run_twice_does_not_however_it_was_submitted(
             release.set()
     finally:
         release.set()
-        witness.close()
+        observer.close()
     task = get(client, task_id)
     assert (task.state, task.error_code, task.attempt, ran) == ("failed", "WORKER_CRASHED", 1, [1])
 
@@ -241,7 +245,10 @@ def session(config: tasklib.Config) -> Iterator[Session]:
 
 
 def declaration(config: tasklib.Config, session: Session) -> Declaration:
-    return Declaration(config, session, WorkerStatements(config), lambda: default_registry)
+    served, options = Served(default_registry, None, None), Options(1, 1.0, None, 0.0, listen=False)
+    basis = Basis(config, served, options, WorkerObserver(), None)
+    basis.sessions["lease"] = session
+    return Declaration(basis)
 
 
 def versions(conn: Conn) -> dict[str, tuple[str, int]]:

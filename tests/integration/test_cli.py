@@ -7,31 +7,29 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 
 import tasklib
+from tests.support.commands import COMMAND, run_tasklib
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import TypeAlias
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
     Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
-
-COMMAND = Path(sys.executable).with_name("tasklib")
 
 
 @pytest.fixture
 def run(database_url: str, tmp_path: Path) -> Run:
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "HOME": str(tmp_path), **environment}
-        command = [str(COMMAND), *words]
-        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=tmp_path)
+        return run_tasklib(*words, variables=variables, directory=tmp_path)
 
     return run
 

@@ -21,8 +21,8 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib import AsyncClient, Client, Handle, Submitter, TaskFunction, migrate
-from tests.outages import KINDS, FailingServer
-from tests.waiting import wait_until
+from tests.support.outages import KINDS, FailingServer
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -48,7 +48,7 @@ QUIET = {
     *("tasklib.is_final", "tasklib.is_pending", "tasklib.is_retrying", "tasklib.is_running"),
     *("tasklib.is_running_task", "tasklib.on_worker_start", "tasklib.on_worker_stop", "tasklib.task"),
 }
-CLOSING = {"Client.close", "AsyncClient.close", "tasklib.close"}
+CLOSING = {"Client.close", "AsyncClient.close", "tasklib.close", "tasklib.close_async"}
 
 
 def sync_calls(client: Client) -> dict[str, Callable[[], Any]]:
@@ -100,7 +100,6 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
 
     return {
         "AsyncClient.submit": lambda: client.submit(job.new(1)),
-        "AsyncClient.send": lambda: client.send(job.new(1), None),
         "AsyncClient.submit_task": lambda: client.submit_task(job, 1),
         "AsyncClient.submit_many": lambda: client.submit_many([job.new(1), job.new(2)]),
         "AsyncClient.get_task": lambda: client.get_task(NOBODY),
@@ -121,7 +120,6 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
         "TaskFunction.submit": lambda: job.submit(1),
         "TaskFunction.submit_handle": lambda: job.submit_handle(1),
         "Submitter.submit": lambda: job.options(priority=1).submit(1),
-        "Submitter.send": lambda: job.options(priority=1).send([1], {}),
         "Submitter.submit_handle": lambda: job.options(idempotency_key="k").submit_handle(1),
         "tasklib.as_completed": lambda: all_of(tasklib.as_completed([NOBODY], timeout=CALL_SECONDS)),
         "tasklib.backlog_async": tasklib.backlog_async,
@@ -140,7 +138,7 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
 
 
 def is_change(name: str) -> bool:
-    return any(verb in name for verb in ("submit", "send", "cancel", "retry", "expire_tasks"))
+    return any(verb in name for verb in ("submit", "cancel", "retry", "expire_tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +164,8 @@ def test_every_public_call_is_in_the_tables() -> None:
     public = {
         f"{owner.__name__}.{name}"
         for owner in (Client, AsyncClient, Handle, TaskFunction, Submitter)
-        for name, value in vars(owner).items()
-        if not name.startswith("_") and inspect.isroutine(value)
+        for name, value in inspect.getmembers(owner, inspect.isroutine)
+        if not name.startswith("_")
     }
     public |= {f"tasklib.{name}" for name in tasklib.__all__ if inspect.isroutine(getattr(tasklib, name))}
     config = tasklib.Config("")
@@ -275,17 +273,17 @@ def let_go_at_the_end(outage: Outage, holder: psycopg.Connection[Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_that_waits_burns_no_cpu(server: FailingServer, config: tasklib.Config, kind: str) -> None:
     """While it waits for a database that is away, sync or async: a core that is burnt would be 1."""
-    patient = tasklib.Config(config.database_url, database_timeout_seconds=3)
+    probe = tasklib.Config(config.database_url, database_timeout_seconds=3)
 
     async def ask() -> None:
-        async with AsyncClient(patient) as client:
+        async with AsyncClient(probe) as client:
             await client.list_tasks()
             warm.wait(END_SECONDS)
             with pytest.raises(tasklib.DatabaseUnavailable):
                 await client.submit(job.new(1))
 
     warm = threading.Barrier(3)
-    with Client(patient) as client, ThreadPoolExecutor(2) as threads:
+    with Client(probe) as client, ThreadPoolExecutor(2) as threads:
         client.list_tasks()
         asked = threads.submit(asyncio.run, ask())
         wait_until(lambda: warm.n_waiting == 1, "the async client's connection")

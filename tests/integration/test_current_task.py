@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import tasklib
-from tasklib.worker import finisher
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tasklib.worker import finish_loop
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 
 def test_outside_of_a_task_there_is_none() -> None:
@@ -111,16 +111,16 @@ def test_progress_is_cheap(client: tasklib.Client, config: tasklib.Config) -> No
 
     with running(config) as worker:
         task_id = client.submit_task(job)
-        assert worker._crew is not None
+        assert worker._run is not None
         written: list[Any] = []
-        note = worker._crew.finisher._statements.note_progress
-        worker._crew.finisher._statements.note_progress = lambda *given: (written.append(given), note(*given))[1]  # type: ignore[method-assign,func-returns-value]
+        note = worker._run.finish_loop._statements.note_progress
+        worker._run.finish_loop._statements.note_progress = lambda *given: (written.append(given), note(*given))[1]  # type: ignore[method-assign,func-returns-value]
         task = wait_final(client, task_id)
     assert task.progress == {"done": 9_999}
     assert task.started_at is not None
     assert task.completed_at is not None
     seconds = (task.completed_at - task.started_at).total_seconds()
-    assert len(written) <= seconds / finisher.PROGRESS_EVERY_SECONDS + 1
+    assert len(written) <= seconds / finish_loop.PROGRESS_EVERY_SECONDS + 1
 
 
 @pytest.mark.parametrize("wrong", ["3", None, True, float("nan"), float("inf"), 1e300])

@@ -21,9 +21,9 @@ import pytest
 
 from tasklib_daemon import control
 from tasklib_daemon.control import ControlServer
-from tasklib_daemon.exits import ExitCode
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tasklib_daemon.exit_codes import ExitCode
+from tests.support.working import wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ import pytest
 
 from tasklib_daemon import control
 from tasklib_daemon.control import ControlServer, ask, find
-from tasklib_daemon.exits import Exit, ExitCode
-from tests.waiting import wait_until
+from tasklib_daemon.exit_codes import Exit, ExitCode
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,7 +193,7 @@ print(conn.makefile().readline())
     command = ["python3", "-c", source, str(path)]
     with served(server) as asked:
         other = subprocess.run(command, user=65534, group=65534, capture_output=True, text=True, check=True, cwd="/")
-    assert json.loads(other.stdout) == {"ok": False, "error": "only root and the daemon's own user may ask it"}
+    assert json.loads(other.stdout) == {"ok": False, "error": "only root and the daemon's own user may use this socket"}
     assert asked == []
 
 
@@ -269,7 +269,7 @@ def test_nobody_there_is_told(path: Path) -> None:
     with pytest.raises(Exit, match="No such file") as missing:
         ask(path, "status")
     server = ControlServer(path)
-    with pytest.raises(Exit, match="does not answer within") as silent:
+    with pytest.raises(Exit, match="did not answer within") as silent:
         ask(path, "status", seconds=0.1)
     server._owner = 0  # as after kill -9: the file stays
     server.close()
@@ -280,9 +280,9 @@ def test_nobody_there_is_told(path: Path) -> None:
 
 def test_the_only_daemon_is_found(open_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without being told where; of several, it says which there are; of others' in a shared place, it finds none."""
-    monkeypatch.setattr(control, "SHARED_PLACES", ())  # where daemons of other tests may be
+    monkeypatch.setattr(control, "SHARED_DIRECTORIES", ())  # where daemons of other tests may be
     environment = {"XDG_RUNTIME_DIR": str(open_directory)}
-    with pytest.raises(Exit, match="no daemon of yours is running") as none:
+    with pytest.raises(Exit, match="no daemon of yours runs here") as none:
         find(environment)
     assert none.value.code == ExitCode.NOT_RUNNING
     (open_directory / "tasklibd-1").mkdir(mode=0o700)

@@ -9,14 +9,14 @@ import pytest
 
 from tasklib.duties.statements import KeeperStatements
 from tasklib.outcomes import OWN_PROCESS, Crashed, Failed, Problem, Rules
+from tasklib.runtime.metrics import Counts
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
-from tasklib.worker.session import Session
-from tasklib.worker.tally import Counts
 from tasklib_daemon import settings
 from tasklib_daemon.crashes import CrashReport, Done, Executing, Recoveries
 from tasklib_daemon.keeper import Keeper
-from tests.waiting import wait_until
-from tests.working import ManualWorker
+from tests.support.working import ManualWorker
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import tasklib
     from tasklib.statements import ClaimedTask
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 CUT: LiteralString = (
     "select pg_terminate_backend(pid) from pg_stat_activity"
@@ -40,7 +40,7 @@ def counts() -> Counts:
 @pytest.fixture
 def recoveries(config: tasklib.Config, counts: Counts) -> Iterator[Recoveries]:
     with contextlib.closing(Session(config, "crashes")) as session:
-        yield Recoveries(config, session, WorkerStatements(config), KeeperStatements(config), tally=counts)
+        yield Recoveries(config, session, WorkerStatements(config), KeeperStatements(config), metrics=counts)
 
 
 @pytest.fixture
@@ -51,7 +51,8 @@ def worker(config: tasklib.Config) -> Iterator[ManualWorker]:
 
 
 def report_of(worker: ManualWorker, **values: Any) -> CrashReport:
-    return CrashReport(worker.id, "test", "host", 1, 0, "killed by SIGKILL", "crash", **values)
+    about = {"name": "test", "hostname": "host", "pid": 1, "slot": 0, "how": "killed by SIGKILL", "cause": "crash"}
+    return CrashReport(worker_id=worker.id, **{**about, **values})
 
 
 def done(*claimed: ClaimedTask) -> tuple[Done, ...]:
@@ -72,7 +73,7 @@ def finished(counts: Counts) -> dict[tuple[str, ...], float]:
 def test_a_run_that_was_written_and_not_counted_is_counted_after_the_death(
     recoveries: Recoveries, client: tasklib.Client, worker: ManualWorker, counts: Counts
 ) -> None:
-    """Killed between the commit and its ledger: one had let its slot know that it ended, the other one not yet."""
+    """Killed between the commit and its counters: one had let its slot know that it ended, the other one not yet."""
     for number in range(2):
         client.submit_task("work", number=number, max_retries=0)
     first, second = worker.claim("work")
@@ -91,7 +92,7 @@ def test_a_run_that_was_written_and_not_counted_is_counted_after_the_death(
 def test_a_run_that_was_counted_is_not_counted_again(
     recoveries: Recoveries, client: tasklib.Client, worker: ManualWorker, counts: Counts
 ) -> None:
-    """Killed between its ledger and its page, which still shows the run and says that it was counted."""
+    """Killed between its counters and its scoreboard, which still shows the run and says that it was counted."""
     client.submit_task("work")
     (task,) = worker.claim("work")
     worker.finish(task)

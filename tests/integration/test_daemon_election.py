@@ -9,15 +9,15 @@ import psycopg
 import pytest
 
 from tasklib.duties.statements import KeeperStatements
-from tasklib.worker.session import Session
+from tasklib.runtime.session import Session
 from tasklib_daemon.election import Election, WhenElected
-from tests.waiting import wait_until
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import tasklib
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 TTL_SECONDS = 0.3
 ROW = "select holder, term, until, ctid::text, xmax::text from tasklib.elections where name = 'duties'"

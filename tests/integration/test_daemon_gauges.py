@@ -14,18 +14,18 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import tasklib
+from tasklib.runtime.metrics import Counts
+from tasklib.runtime.session import Session
 from tasklib.statistics import MOST_COUNTED, QueueStatistics
-from tasklib.worker.session import Session
-from tasklib.worker.tally import Counts
 from tasklib_daemon import gauges
 from tasklib_daemon.gauges import Gauges, of_queues
 from tasklib_daemon.metrics import MOST_NAMES
-from tests.waiting import wait_until
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 EMPTY = QueueStatistics("default", 0, 0, 0, 0, 0, None, None)
 
@@ -40,7 +40,7 @@ class Scene:
         self.is_elected = True
         self.gauges = Gauges(
             config, self.session, self.counts, is_elected=lambda: self.is_elected, unserved=lambda: 3,
-            tell=self.told.append,
+            send=self.told.append,
         )  # fmt: skip
 
     def read(self) -> dict[tuple[str, ...], float]:
@@ -62,7 +62,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, times: Iterator[float]) -> None:
 
 
 def test_figures_are_those_of_the_database(scene: Scene, client: tasklib.Client) -> None:
-    """Queues, what is late, tables, connections; and what the census knows."""
+    """Queues, what is late, tables, connections; and what the unserved_names knows."""
     for number in range(3):
         client.submit_task("work", queue="mail", number=number)
     client.submit_task("work", queue="mail", delay_seconds=60)
@@ -131,7 +131,7 @@ def test_a_reading_that_takes_too_long_is_given_up_and_the_next_counts_less(
     monkeypatch.setattr(gauges, "MOST_COUNTED", 200)
     scene.gauges = Gauges(
         tasklib.Config(conn.info.dsn), scene.session, scene.counts, is_elected=lambda: True, unserved=lambda: 0,
-        tell=scene.told.append,
+        send=scene.told.append,
     )  # fmt: skip
     assert scene.read()["queue_tasks", "default", "ready"] == 200
     with conn.transaction():

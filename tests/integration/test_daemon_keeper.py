@@ -23,18 +23,18 @@ from psycopg import sql
 import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.statements import KeeperStatements
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
 from tasklib.worker.claimer import CLAIM_LIMIT
-from tasklib.worker.session import Session
 from tasklib_daemon import crashes, keeper, settings
-from tasklib_daemon.bell import Ear
 from tasklib_daemon.channel import Channel
 from tasklib_daemon.crashes import CrashReport, Done, Executing, Recoveries
 from tasklib_daemon.keeper import Keeper
-from tests.history import keep
-from tests.keeper_worker import keeper_nap, worker_process
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tasklib_daemon.wake import WakeReceiver
+from tests.support.history import keep
+from tests.support.keeper_worker import keeper_nap, worker_process
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from tasklib.statements import ClaimedTask
     from tasklib_daemon.settings import Settings
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 LEASE_SECONDS = 1.2
 
@@ -165,7 +165,7 @@ def test_a_killed_worker_is_recovered_by_its_report(
                 wait_until(lambda: get(client, waiting[-1]).state == "claimed", "the others to be held")
                 spare.resume()  # there is nothing for it yet
                 report = worker.kill()
-                kept.keeper.hear([{"say": "died", "report": json.loads(json.dumps(report.to_json()))}])
+                kept.keeper.receive([{"say": "died", "report": json.loads(json.dumps(report.to_json()))}])
 
                 def is_running_again() -> bool:
                     again = ("running", spare.worker_id)
@@ -360,7 +360,7 @@ def test_reports_wait_for_the_database(
     with Kept(own()) as kept:
         wait_until(lambda: kept.is_so(database=True), "the keeper")
         with refusing(conn):
-            kept.keeper.hear([{"say": "died", "report": report_of(worker, claimed).to_json()}])
+            kept.keeper.receive([{"say": "died", "report": report_of(worker, claimed).to_json()}])
             wait_until(lambda: kept.is_so(database=False, listening=False), "the keeper to notice")
             assert kept.keeper.is_recovering
         wait_until(lambda: not kept.keeper.is_recovering, "the report to be dealt with")
@@ -417,7 +417,7 @@ def test_the_leases_of_the_living_are_renewed_for_them(
             duties.wake()
 
         def is_renewed() -> bool:
-            kept.keeper.hear([{"say": "workers", "workers": workers}, {"say": "nonsense"}, {"say": "workers"}])
+            kept.keeper.receive([{"say": "workers", "workers": workers}, {"say": "nonsense"}, {"say": "workers"}])
             look_soon()
             return lease_seconds_left(conn, alive.id) > 100
 
@@ -448,7 +448,7 @@ def test_snapshots_say_how_the_workers_are(own: Callable[..., Settings], conn: C
     count = "select count(*) from tasklib.worker_states where worker_id = 'w-1'"
     with Kept(given) as kept:
         wait_until(lambda: kept.is_so(database=True), "the keeper")
-        kept.keeper.hear([{"say": "workers", "workers": [told, {"worker_id": "w-2", "pid": 43}]}])
+        kept.keeper.receive([{"say": "workers", "workers": [told, {"worker_id": "w-2", "pid": 43}]}])
         wait_until(lambda: (conn.execute(count).fetchone() or [0])[0] >= 2, "two snapshots")
     row = conn.execute(
         """select hostname, pid, processes, queues, tasks_running, tasks_claimed, memory_usage_mb, cpu_percent,
@@ -480,9 +480,9 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
         Kept(given) as kept,
         running(given.config(), listen=False, duties=False, poll_interval_seconds=60) as worker,
     ):
-        ear = Ear(given.runtime_directory, 0, worker)
-        worker.is_rung = ear.start()
-        assert worker.is_rung
+        receiver = WakeReceiver(given.runtime_directory, 0, worker)
+        worker.has_listener = receiver.start()
+        assert worker.has_listener
         worker.ring()  # it looks once more, and from then on inserts ring for it
         try:
             wait_until(lambda: kept.is_so(listening=True), "the keeper to listen")
@@ -496,7 +496,7 @@ def test_it_wakes_its_siblings_and_hears_cancels_for_them(
             assert client.cancel_task(slow)
             wait_until(lambda: get(client, slow).state == "cancelled", "it to stop")
         finally:
-            ear.stop()
+            receiver.stop()
         said = [each for each in kept.said if each["say"] == "cancel"]
         assert said
         assert {(each["task_id"], each["token"]) for each in said} == {(str(slow), 1)}
@@ -513,9 +513,9 @@ def crowd(own: Callable[..., Settings], conn: Conn) -> Iterator[list[TaskWorker]
         for slot in range(5):
             options: dict[str, Any] = {"listen": False, "duties": False, "poll_interval_seconds": 60}
             worker = stack.enter_context(running(given.config(), concurrency=2, buffer_size=0, **options))
-            ear = Ear(given.runtime_directory, slot, worker)
-            worker.is_rung, worker.on_full = ear.start(), ear.pass_on
-            stack.callback(ear.stop)
+            receiver = WakeReceiver(given.runtime_directory, slot, worker)
+            worker.has_listener, worker.on_full = receiver.start(), receiver.pass_on
+            stack.callback(receiver.stop)
             worker.ring()  # it looks once more, and from then on inserts ring for it
             workers.append(worker)
         wait_until(lambda: asleep(conn) == 5, "all to be asleep")
@@ -523,7 +523,7 @@ def crowd(own: Callable[..., Settings], conn: Conn) -> Iterator[list[TaskWorker]
 
 
 def looks(workers: list[TaskWorker]) -> list[int]:
-    return [worker._crew.loops["claim"].beats for worker in workers if worker._crew is not None]
+    return [worker._run.loops["claim"].beats for worker in workers if worker._run is not None]
 
 
 @pytest.mark.direct("listens, which no pooler lets it do")
@@ -544,7 +544,7 @@ def test_a_task_wakes_one_worker(client: tasklib.Client, crowd: list[TaskWorker]
 @pytest.mark.direct("listens, which no pooler lets it do")
 def test_a_burst_wakes_all_who_have_room(client: tasklib.Client, crowd: list[TaskWorker]) -> None:
     """Each takes what it has room for, and passes the ring on."""
-    buffers = [worker._crew.buffer for worker in crowd if worker._crew is not None]
+    buffers = [worker._run.buffer for worker in crowd if worker._run is not None]
     release = threading.Event()
 
     @tasklib.task
@@ -566,8 +566,8 @@ def test_a_ring_goes_past_who_cannot_take_it(client: tasklib.Client, crowd: list
     paused, stopped, full, *_ = crowd
     paused.pause()
     stopped.stop()
-    assert full._crew is not None
-    full._crew.buffer.pause()  # no room, as far as its claimer can see
+    assert full._run is not None
+    full._run.buffer.pause()  # no room, as far as its claimer can see
     for _ in range(10):
         task = client.submit_task("keeper_work")
         wait_until(lambda: get(client, task).state == "completed", "it to run")  # noqa: B023 - at once
@@ -598,7 +598,7 @@ def test_names_that_nobody_serves_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In the log and to the supervisor: no live worker knows them, or none of those that do serves their queue."""
-    monkeypatch.setattr(keeper, "CENSUS_SECONDS", 0.2)
+    monkeypatch.setattr(keeper, "UNSERVED_SECONDS", 0.2)
     given = own()
     client.submit_task("nobody_knows_me")
     client.submit_task("keeper_work", queue="elsewhere")
@@ -731,7 +731,7 @@ def test_a_schema_that_does_not_fit_is_an_error(own: Callable[..., Settings], co
     conn.execute("create schema strange; create table strange.schema_migrations (version integer)")
     try:
         kept.start()
-        wait_until(lambda: kept._boot.error is not None, "the keeper to look")
+        wait_until(lambda: kept._schema_check.error is not None, "the keeper to look")
         with pytest.raises(tasklib.TasklibError):
             kept.tick()
     finally:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tasklib_daemon.exits import ExitCode
-from tests.daemons import daemon, is_alive
-from tests.managers import NotifySocket
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tasklib_daemon.exit_codes import ExitCode
+from tests.support.managers import NotifySocket
+from tests.support.working import wait_final
+from tools.daemons import daemon, is_alive
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +33,13 @@ from pathlib import Path
 from tasklib_daemon.cli import main
 from tasklib_daemon.supervisor import Supervisor
 
-def hear_operators_or_hang(self, hear=Supervisor._hear_operators):
+def hear_operators_or_hang(self, hear=Supervisor._answer_operators):
     if (self.settings.runtime_directory / "hang").exists():
         (self.settings.runtime_directory / "hangs").touch()
         time.sleep(3600)
     hear(self)
 
-Supervisor._hear_operators = hear_operators_or_hang
+Supervisor._answer_operators = hear_operators_or_hang
 main()
 """
 
@@ -63,7 +63,7 @@ def test_from_start_to_stop(client: tasklib.Client, database_url: str, manager: 
         assert manager.messages[0][0].startswith("STATUS=starting: 0 of 2 workers ready")
         manager.wait_for("STATUS=running: 2 of 2 workers ready")
         manager.wait_for("WATCHDOG=1", times=5)
-        inherited = wait_final(client, client.submit_task("surroundings")).result
+        inherited = wait_final(client, client.submit_task("task_context")).result
         assert inherited is not None
         assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"} & {*inherited["value"]["variables"]}
 

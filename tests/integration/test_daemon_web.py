@@ -19,8 +19,8 @@ from tasklib_daemon.channel import Channel
 from tasklib_daemon.settings import Web
 from tasklib_daemon.status import LIVE_SECONDS, Status, describe, why_not_ready
 from tasklib_daemon.web import server
-from tasklib_daemon.web.app import HealthApp, Heard
-from tests.waiting import wait_until
+from tasklib_daemon.web.app import HealthApp, LatestReport
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,13 +34,14 @@ RUNNING: Status = {
 
 PROGRAM = """
 import json, socket, sys
-from tasklib_daemon import logs, web
+from tasklib_daemon import logs
 from tasklib_daemon.channel import Channel
 from tasklib_daemon.settings import load
+from tasklib_daemon.web import main
 descriptor, overrides = int(sys.argv[1]), json.loads(sys.argv[2])
 settings = load(None, {"PGHOST": "192.0.2.1", "TASKLIB_WEB_TOKEN": sys.stdin.readline().strip()}, overrides)
 logs.configure(settings, "web")
-web.run(settings, Channel(socket.socket(fileno=descriptor), blocks=True))
+main.run(settings, Channel(socket.socket(fileno=descriptor), blocks=True))
 """
 
 
@@ -98,7 +99,7 @@ def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebChild]:
 
 @pytest.fixture
 def child(ordinary: WebChild) -> WebChild:
-    """Told anew before each test: what it heard in the one before may be too old to be live."""
+    """Told anew before each test: the report of the one before may be too old to be live."""
     told(ordinary, RUNNING)
     return ordinary
 
@@ -161,22 +162,22 @@ def test_ready_means_connected_migrated_claiming_and_not_draining(
 def test_live_means_that_the_supervisor_goes_on() -> None:
     """Its status is fresh. Before the first one it counts from the start; a stale daemon is not ready either."""
     now = [100.0]
-    heard = Heard(lambda: now[0])
-    app = HealthApp(Web(), heard)
+    report = LatestReport(lambda: now[0])
+    app = HealthApp(Web(), report)
     assert app.answer("GET", "/livez", {}).code == 200
     assert app.answer("GET", "/readyz", {}).body == {
         "ok": False,
-        "reasons": ["the supervisor has not told anything yet"],
+        "reasons": ["the supervisor has not reported yet"],
     }
     assert app.answer("GET", "/status", {}).code == 503
-    heard.take(RUNNING)
+    report.take_status(RUNNING)
     now[0] += LIVE_SECONDS - 0.1
     assert app.answer("GET", "/livez", {}).code == 200
     now[0] += 0.2
     stale = app.answer("GET", "/livez", {})
-    assert (stale.code, stale.body["reasons"]) == (503, ["the supervisor has told nothing for 10 s"])
+    assert (stale.code, stale.body["reasons"]) == (503, ["the supervisor has not reported for 10 s"])
     assert app.answer("GET", "/readyz", {}).code == 503
-    heard.take(RUNNING)
+    report.take_status(RUNNING)
     assert app.answer("GET", "/livez", {}).code == 200
 
 
@@ -188,7 +189,7 @@ def test_what_there_is_not(child: WebChild) -> None:
 
 
 def test_names_that_point_here_are_not_answered(child: WebChild) -> None:
-    """A page of the world could otherwise read the status in an operator's browser."""
+    """A scoreboard of the world could otherwise read the status in an operator's browser."""
     for host in ("evil.example.com", "evil.example.com:80", "10.1.2.3"):
         assert child.get("/status", Host=host)[0] == 421
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:80"):
@@ -294,9 +295,9 @@ def test_an_address_for_others_asks_for_the_token(guarded: WebChild) -> None:
 
 def test_probes_may_be_public() -> None:
     """For who probes from outside and cannot keep a secret: one word, and nothing else."""
-    heard = Heard()
-    heard.take({**RUNNING, "database": False})
-    app = HealthApp(Web(host="0.0.0.0", token=TOKEN, public_probes=True), heard)  # noqa: S104
+    report = LatestReport()
+    report.take_status({**RUNNING, "database": False})
+    app = HealthApp(Web(host="0.0.0.0", token=TOKEN, public_probes=True), report)  # noqa: S104
     assert (app.answer("GET", "/livez", {}).code, app.answer("GET", "/readyz", {}).body) == (200, {"ok": False})
     assert app.answer("GET", "/status", {}).code == 401
     known = app.answer("GET", "/readyz", {b"authorization": b"bearer " + TOKEN.encode()})
@@ -346,8 +347,8 @@ def test_a_status_in_words() -> None:
         "  problem: keeper does not start",
         "  database: connected, listening",
         "  cluster duties: elsewhere",
-        "  nobody serves: forgotten",
+        "  no worker serves: forgotten",
         "  worker 1   ready     pid 2  3 running",
     ]
     assert describe({}) != []
-    assert why_not_ready({}, 0.0) == ["the supervisor has not told anything yet"]
+    assert why_not_ready({}, 0.0) == ["the supervisor has not reported yet"]

@@ -18,16 +18,18 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import tasklib
-from tasklib import connection, embedded, migrate
-from tasklib.database import _Attempt, _LoopPool
-from tests.proxy import CuttingProxy
-from tests.raw_sql import literal
-from tests.waiting import wait_until
+from tasklib import embedded, migrate, sending
+from tasklib.connection import DeadlinePassed
+from tasklib.database import _Attempt
+from tasklib.pools import LoopPool
+from tests.support.proxy import CuttingProxy
+from tests.support.raw_sql import literal
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -253,7 +255,7 @@ def test_a_silent_server_does_not_hang_the_caller(database_url: str, conn: Conn,
     try:
         with pytest.raises(tasklib.DatabaseUnavailable) as gave_up:
             client.submit(task.new(1)) if is_change else client.list_tasks()
-        assert isinstance(gave_up.value.__cause__, connection.DeadlinePassed)
+        assert isinstance(gave_up.value.__cause__, DeadlinePassed)
         assert isinstance(gave_up.value, tasklib.CommitUnknown) is is_change
     finally:
         os.kill(row[0], signal.SIGCONT)
@@ -472,7 +474,7 @@ async def test_a_submit_that_was_cancelled_while_it_was_prepared_spoils_no_conne
     config: tasklib.Config, conn: Conn, task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server may have prepared it all the same: the next submit prepares its own."""
-    really = connection._rows
+    really = sending._rows
     answers = []
 
     def read(*args: Any) -> Any:
@@ -481,7 +483,7 @@ async def test_a_submit_that_was_cancelled_while_it_was_prepared_spoils_no_conne
             raise asyncio.CancelledError  # the server has prepared it, and nobody takes note of that
         return really(*args)
 
-    monkeypatch.setattr(connection, "_rows", read)
+    monkeypatch.setattr(sending, "_rows", read)
     async with tasklib.AsyncClient(config) as client:
         with pytest.raises(asyncio.CancelledError):
             await client.submit(task.new(1))
@@ -524,7 +526,7 @@ def test_a_statement_that_somebody_has_deallocated_is_prepared_anew(
     """One submit fails, and the next one does not."""
     with tasklib.Client(config) as client:
         client.submit(task.new(1))
-        with client.database._pools().sync_pool().connection() as own:
+        with client.database._process().pools.sync_pool().connection() as own:
             own.execute("deallocate all")
         with pytest.raises(tasklib.DatabaseError):
             client.submit(task.new(2))
@@ -541,7 +543,7 @@ async def test_the_scheduler_of_a_pool_ends_when_it_is_cancelled(config: tasklib
         acts.set()
         await asyncio.Event().wait()
 
-    pool = _LoopPool(config.database_url, 1, 1.0)
+    pool = LoopPool(config.database_url, 1, 1.0)
     await pool.opened()
     scheduler, runner = pool.pool._sched, pool.pool._sched_runner
     assert runner is not None

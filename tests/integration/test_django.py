@@ -22,13 +22,13 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.worker import hooks
 from tests.django_project import fixtures
-from tests.waiting import wait_until
-from tests.working import running, wait_final
+from tests.support.working import running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 set_up_project = fixtures.set_up_project

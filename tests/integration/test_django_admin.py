@@ -17,7 +17,7 @@ import tasklib
 from tests.django_project import fixtures
 
 if TYPE_CHECKING:
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 set_up_project = fixtures.set_up_project
 project = fixtures.project

@@ -13,13 +13,13 @@ import psycopg
 import pytest
 
 import tasklib
-from tests.waiting import wait_until
-from tests.working import wait_final
+from tests.support.working import wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 

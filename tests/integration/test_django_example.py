@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tasklib
-from tests.working import wait_final
+from tests.support.working import wait_final
 
 if TYPE_CHECKING:
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "examples" / "django_app"

@@ -19,7 +19,7 @@ from tests.django_project import fixtures
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 set_up_project = fixtures.set_up_project
 project = fixtures.project

@@ -8,11 +8,9 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,30 +24,31 @@ import tasklib
 from tasklib import embedded, migrate
 from tasklib.budget import connection_budget, daemon_budget
 from tasklib.commands import app
-from tasklib.doctor import CHECKS, DEEP_CHECKS, Finding, Limits, Severity, examine, worst
-from tasklib.doctor.examination import REMEDY_ADDRESS, REMEDY_FULL, REMEDY_REFUSED
-from tasklib.doctor.patient import Server
+from tasklib.doctor import CHECKS, DEEP_CHECKS, Finding, Severity, Thresholds, run_checks, worst
+from tasklib.doctor.probe import Server
+from tasklib.doctor.run import REMEDY_ADDRESS, REMEDY_FULL, REMEDY_REFUSED
 from tasklib.doctor.server import check_database
-from tests.daemons import PYTHONPATH
-from tests.pooler import PROGRAM, WHY_NOT, pgbouncer
-from tests.proxy import CuttingProxy, Fate, Said
-from tests.raw_sql import literal
-from tests.standby import SLOT, standby
-from tests.waiting import wait_until
-from tests.working import ManualWorker, grown_up_reaper, running
+from tests.support.commands import COMMAND, run_tasklib
+from tests.support.pooler import PROGRAM, WHY_NOT, pgbouncer
+from tests.support.proxy import CuttingProxy, Fate, Said
+from tests.support.raw_sql import literal
+from tests.support.standby import SLOT, standby
+from tests.support.working import ManualWorker, grown_up_reaper, running
+from tools.daemons import PYTHONPATH
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 pytestmark = pytest.mark.direct("it has servers of its own")
 
 OK, NOTE, WARNING, CRITICAL = Severity
-COMMAND = Path(sys.executable).with_name("tasklib")
 PASSWORD = "S3CR3T-canary-47"
-AT_ONCE = Limits(transaction_seconds=(0.0, 3600), unserved_seconds=-1, stuck_seconds=-1)
+AT_ONCE = Thresholds(transaction_seconds=(0.0, 3600), unserved_seconds=-1, stuck_seconds=-1)
 MAX_CONNECTIONS = 40
 
 
@@ -116,7 +115,7 @@ def look(config: tasklib.Config, check: str, **options: Any) -> list[Finding]:
     known = CHECKS | DEEP_CHECKS
     assert check in known
     skip = [name for name in known if name != check]
-    return examine(config, skip=skip, deep=check in DEEP_CHECKS, **options)
+    return run_checks(config, skip=skip, deep=check in DEEP_CHECKS, **options)
 
 
 def one(config: tasklib.Config, check: str, severity: Severity, **options: Any) -> Finding:
@@ -160,7 +159,7 @@ def test_all_is_well(config: tasklib.Config, conn: Conn) -> None:
     tasklib.task(name="job")(lambda: None)
     with running(config):
         conn.execute("select tasklib.submit('job')")
-        found = examine(config, deep=True)
+        found = run_checks(config, deep=True)
     assert {each.check: each.severity for each in found} == dict.fromkeys([*CHECKS, *DEEP_CHECKS], OK), found
 
 
@@ -169,7 +168,7 @@ def test_another_schema_is_as_well(url: str) -> None:
     """Its name is put in wherever ours stands, also where the schema is compared with how it was made."""
     config = tasklib.Config(url, schema="order")
     migrate.migrate(config)
-    found = examine(config, deep=True)
+    found = run_checks(config, deep=True)
     assert [each for each in found if each.severity != OK and each.check != "workers"] == []
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute('drop index "order".tasks_claim')
@@ -180,7 +179,7 @@ def test_it_changes_nothing(config: tasklib.Config, conn: Conn) -> None:
     """No row is written, no session is left."""
     count = "select sum(n_tup_ins + n_tup_upd + n_tup_del) from pg_stat_xact_user_tables"
     before = conn.execute(count).fetchone()
-    examine(config, deep=True)
+    run_checks(config, deep=True)
     assert conn.execute(count).fetchone() == before
     left = "select from pg_stat_activity where application_name like 'tasklib%' and datname = current_database()"
     wait_until(lambda: conn.execute(left).fetchone() is None, "its session to end")
@@ -191,7 +190,7 @@ def test_it_changes_nothing(config: tasklib.Config, conn: Conn) -> None:
 
 def test_a_database_that_is_down() -> None:
     """The finding says what libpq said; nothing else is looked at."""
-    found = examine(tasklib.Config(f"postgresql://app:{PASSWORD}@127.0.0.1:1/shop"))
+    found = run_checks(tasklib.Config(f"postgresql://app:{PASSWORD}@127.0.0.1:1/shop"))
     assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
     assert "refused" in found[0].summary
     assert PASSWORD not in str(found)
@@ -199,7 +198,7 @@ def test_a_database_that_is_down() -> None:
 
 def test_an_address_that_psycopg_refuses() -> None:
     """A finding, as it would be an error of every program that uses it."""
-    found = examine(tasklib.Config("postgresql://app@127.0.0.1:1/shop?connect_timeout=soon"))
+    found = run_checks(tasklib.Config("postgresql://app@127.0.0.1:1/shop?connect_timeout=soon"))
     assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
     assert "connect_timeout" in found[0].summary
     assert found[0].remedy == REMEDY_ADDRESS
@@ -227,16 +226,16 @@ def test_a_server_without_a_connection_left(config: tasklib.Config, url: str, ro
 def test_a_database_that_does_not_answer() -> None:
     """Connected, and not a word: it is given up when the time is up."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = examine(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=0.5)
+        found = run_checks(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=0.5)
     assert [(each.check, each.severity) for each in found] == [("database", CRITICAL)]
     assert "within 0.5 s" in found[0].summary
 
 
 def test_a_connection_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up before all of the time is: then it is known that it is the connection."""
-    monkeypatch.setattr("tasklib.doctor.patient.CONNECT_SECONDS", 2)
+    monkeypatch.setattr("tasklib.doctor.probe.CONNECT_SECONDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = examine(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=6)
+        found = run_checks(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=6)
     assert "PostgreSQL cannot be reached" in found[0].summary
 
 
@@ -250,7 +249,7 @@ def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
         return "pass"
 
     with CuttingProxy(url, open_directory, decide) as to:
-        found = examine(tasklib.Config(to.url), seconds=3)
+        found = run_checks(tasklib.Config(to.url), seconds=3)
         stuck.set()
     assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
     assert "durability" in found[-1].summary
@@ -260,7 +259,7 @@ def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
 def test_a_connection_that_is_lost(url: str, open_directory: Path) -> None:
     """In the middle: critical, and no traceback."""
     with CuttingProxy(url, open_directory, lambda said: "before" if "pg_stat_progress" in said.sql else "pass") as to:
-        found = examine(tasklib.Config(to.url))
+        found = run_checks(tasklib.Config(to.url))
     assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
 
 
@@ -332,8 +331,8 @@ def test_another_encoding(server: EmbeddedPostgres, conn: Conn) -> None:
 def test_an_old_server() -> None:
     """There is none that old to be tried: what the server would say is given."""
     said = Server("14.19", 140019, "app", "shop", is_standby=False, is_read_only=False, encoding="UTF8")
-    patient: Any = SimpleNamespace(server=said)
-    assert [each.severity for each in check_database(patient, Limits())] == [OK, CRITICAL]
+    probe: Any = SimpleNamespace(server=said)
+    assert [each.severity for each in check_database(probe, Thresholds())] == [OK, CRITICAL]
 
 
 # --- schema ---
@@ -343,7 +342,7 @@ def test_a_missing_schema(server: EmbeddedPostgres, conn: Conn) -> None:
     """Of what needs it, none is a traceback."""
     conn.execute("create database without_schema template template0")
     try:
-        found = examine(tasklib.Config(server.dsn_for("without_schema")), deep=True)
+        found = run_checks(tasklib.Config(server.dsn_for("without_schema")), deep=True)
         by_check = {each.check: each for each in found}
         assert by_check["schema"].severity == CRITICAL
         assert by_check["schema"].remedy == "tasklib migrate"
@@ -502,7 +501,7 @@ def as_role(config: tasklib.Config, role: str) -> tasklib.Config:
 
 def test_a_role_that_may_not_use_the_schema(config: tasklib.Config, conn: Conn, role: str) -> None:
     """The first thing that is missing; its remedy leads to the next."""
-    found = examine(as_role(config, role))
+    found = run_checks(as_role(config, role))
     by_check = {each.check: each for each in found}
     assert by_check["grants"].severity == CRITICAL
     assert by_check["schema"].severity == by_check["leases"].severity == NOTE
@@ -538,7 +537,7 @@ def test_a_role_that_only_submits(config: tasklib.Config, conn: Conn, role: str)
     """Nothing is wrong with it."""
     conn.execute(literal(f"grant usage on schema tasklib to {role}"))
     conn.execute(literal(f"grant execute on all functions in schema tasklib to {role}"))
-    found = examine(as_role(config, role))
+    found = run_checks(as_role(config, role))
     assert worst(found) == NOTE
     assert next(each for each in found if each.check == "grants").severity == NOTE
 
@@ -566,7 +565,7 @@ def test_a_long_way_is_no_wrong_clock(url: str, open_directory: Path) -> None:
         return "pass"
 
     with CuttingProxy(url, open_directory, decide) as slow:
-        one(tasklib.Config(slow.url), "clock", OK, limits=Limits(clock_seconds=(0.05, 60)))
+        one(tasklib.Config(slow.url), "clock", OK, thresholds=Thresholds(clock_seconds=(0.05, 60)))
 
 
 @pytest.mark.parametrize(("seconds", "severity"), [(0, OK), (10, WARNING), (100, CRITICAL)])
@@ -630,7 +629,7 @@ def test_a_limit_on_transactions(config: tasklib.Config, conn: Conn, role: str) 
 
 
 def test_settings_that_do_no_harm(config: tasklib.Config, conn: Conn, role: str) -> None:
-    """Limits as one would set them for an application, none at all, and those of another database."""
+    """Thresholds as one would set them for an application, none at all, and those of another database."""
     conn.execute(literal(f"alter role {role} set statement_timeout = '30s'"))
     conn.execute(literal(f"alter role {role} set lock_timeout = '2s'"))
     conn.execute(literal(f"alter role {role} set idle_in_transaction_session_timeout = '5min'"))
@@ -749,15 +748,15 @@ def test_dead_rows_that_stay(config: tasklib.Config, conn: Conn, url: str) -> No
         holder.execute("set transaction isolation level repeatable read")
         holder.execute("select 1 from pg_class")
         update(conn, "limit 120")
-        one(config, "autovacuum", OK, limits=Limits(dead_rows=100))  # not twice what it waits for
+        one(config, "autovacuum", OK, thresholds=Thresholds(dead_rows=100))  # not twice what it waits for
         for _ in range(2):
             update(conn, "limit 300")
         update(conn, "limit 100")
-        found = one(config, "autovacuum", WARNING, limits=Limits(dead_rows=500))
+        found = one(config, "autovacuum", WARNING, thresholds=Thresholds(dead_rows=500))
         assert (found.details["table"], found.details["dead"], found.details["threshold"]) == ("tasks", 820, 65)
     one(config, "autovacuum", OK)  # of a hundred thousand it would tell by itself
     conn.execute("vacuum tasklib.tasks")
-    one(config, "autovacuum", OK, limits=Limits(dead_rows=500))
+    one(config, "autovacuum", OK, thresholds=Thresholds(dead_rows=500))
 
 
 def update(conn: Conn, rows: str) -> None:
@@ -778,26 +777,26 @@ def test_what_autovacuum_waits_for(config: tasklib.Config, conn: Conn) -> None:
     conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 100)")
     conn.execute("vacuum analyze tasklib.tasks")
     update(conn, "limit 30")
-    one(config, "autovacuum", OK, limits=Limits(dead_rows=20))
+    one(config, "autovacuum", OK, thresholds=Thresholds(dead_rows=20))
     conn.execute("alter table tasklib.tasks set (autovacuum_vacuum_max_threshold = 10)")
-    assert one(config, "autovacuum", WARNING, limits=Limits(dead_rows=20)).details["threshold"] == 10
+    assert one(config, "autovacuum", WARNING, thresholds=Thresholds(dead_rows=20)).details["threshold"] == 10
 
 
 def test_a_long_transaction(config: tasklib.Config, conn: Conn, url: str) -> None:
     """Whose it is, for how long, and how to end it. A vacuum's own, and those of other databases, are none."""
-    one(config, "transactions", OK, limits=AT_ONCE)
+    one(config, "transactions", OK, thresholds=AT_ONCE)
     with psycopg.connect(make_conninfo(url, application_name="report")) as holder:
         holder.execute("select tasklib.submit('a')")
-        found = one(config, "transactions", WARNING, limits=AT_ONCE)
+        found = one(config, "transactions", WARNING, thresholds=AT_ONCE)
         assert "report" in found.summary
         assert "idle in transaction" in found.summary
         assert found.details["name"] == str(holder.info.backend_pid)
         longer = replace(AT_ONCE, transaction_seconds=(0.0, 0.0))
-        one(config, "transactions", CRITICAL, limits=longer)
+        one(config, "transactions", CRITICAL, thresholds=longer)
         apply(conn, found.remedy.split(" and ")[0])
         with contextlib.suppress(psycopg.OperationalError):
             holder.rollback()
-    one(config, "transactions", OK, limits=AT_ONCE)
+    one(config, "transactions", OK, thresholds=AT_ONCE)
 
 
 def test_a_prepared_transaction(config: tasklib.Config, conn: Conn, url: str) -> None:
@@ -806,9 +805,9 @@ def test_a_prepared_transaction(config: tasklib.Config, conn: Conn, url: str) ->
         other.execute("begin")
         other.execute("create table of_mine ()")
         other.execute("prepare transaction 'somebody''s'")
-    found = one(config, "transactions", WARNING, limits=AT_ONCE)
+    found = one(config, "transactions", WARNING, thresholds=AT_ONCE)
     apply(conn, found.remedy.split("or: ")[1])
-    one(config, "transactions", OK, limits=AT_ONCE)
+    one(config, "transactions", OK, thresholds=AT_ONCE)
 
 
 def test_transactions_that_hold_up_nobody(
@@ -824,12 +823,12 @@ def test_transactions_that_hold_up_nobody(
         try:
             with psycopg.connect(elsewhere) as holder, vacuuming(conn, url):
                 holder.execute("create temp table held ()")
-                one(config, "transactions", OK, limits=AT_ONCE)
+                one(config, "transactions", OK, thresholds=AT_ONCE)
         finally:
             other.execute("rollback prepared 'elsewhere'")
             other.execute("select pg_drop_replication_slot('of_nobody')")
     with in_parallel(conn, url):
-        one(config, "transactions", WARNING, limits=AT_ONCE)
+        one(config, "transactions", WARNING, thresholds=AT_ONCE)
 
 
 @contextlib.contextmanager
@@ -876,11 +875,11 @@ def test_a_slot_that_keeps_the_log(config: tasklib.Config, conn: Conn) -> None:
     try:
         one(config, "transactions", OK)
         conn.execute("select pg_logical_emit_message(true, 'a', repeat('x', 100000))")
-        found = one(config, "transactions", WARNING, limits=Limits(slot_wal_bytes=50_000))
+        found = one(config, "transactions", WARNING, thresholds=Thresholds(slot_wal_bytes=50_000))
         assert found.details["slot"] == "of_the_gone"
         assert found.details["wal_bytes"] > 100_000
         apply(conn, found.remedy)
-        one(config, "transactions", OK, limits=Limits(slot_wal_bytes=50_000))
+        one(config, "transactions", OK, thresholds=Thresholds(slot_wal_bytes=50_000))
     finally:
         conn.execute("select pg_drop_replication_slot(slot_name) from pg_replication_slots")
 
@@ -889,10 +888,10 @@ def test_transactions_that_are_hidden(config: tasklib.Config, conn: Conn, url: s
     """A role without the right to see them is told which right that is."""
     with psycopg.connect(url) as holder:
         holder.execute("select tasklib.submit('a')")
-        found = one(as_role(config, role), "transactions", NOTE, limits=AT_ONCE)
+        found = one(as_role(config, role), "transactions", NOTE, thresholds=AT_ONCE)
         assert found.details == {"pids": [holder.info.backend_pid]}
         apply(conn, found.remedy)
-        one(as_role(config, role), "transactions", WARNING, limits=AT_ONCE)
+        one(as_role(config, role), "transactions", WARNING, thresholds=AT_ONCE)
 
 
 def test_a_queue_of_notifications_that_fills(config: tasklib.Config, conn: Conn, url: str) -> None:
@@ -906,14 +905,14 @@ def test_a_queue_of_notifications_that_fills(config: tasklib.Config, conn: Conn,
         ((usage,),) = conn.execute("select pg_notification_queue_usage()").fetchall()
         assert usage > 0
         one(config, "notify_queue", OK)
-        one(config, "notify_queue", WARNING, limits=Limits(notify_queue_share=(usage / 2, 0.5)))
-        full = Limits(notify_queue_share=(usage / 3, usage / 2))
-        found = one(config, "notify_queue", CRITICAL, limits=full)
+        one(config, "notify_queue", WARNING, thresholds=Thresholds(notify_queue_share=(usage / 2, 0.5)))
+        full = Thresholds(notify_queue_share=(usage / 3, usage / 2))
+        found = one(config, "notify_queue", CRITICAL, thresholds=full)
         assert "submit" in found.summary
         (select,) = re.findall(r"(select pid, [^;]+);", found.remedy)
         ((pid, *_), *_) = conn.execute(literal(select)).fetchall()
         conn.execute(literal(re.findall(r"then: (.*);", found.remedy)[0].replace("PID", str(pid))))
-        wait_until(lambda: look(config, "notify_queue", limits=full)[0].severity == OK, "the queue to empty")
+        wait_until(lambda: look(config, "notify_queue", thresholds=full)[0].severity == OK, "the queue to empty")
         with pytest.raises(psycopg.OperationalError):
             holder.execute("select 1")
 
@@ -930,7 +929,7 @@ def test_a_pooler_in_the_way(server: EmbeddedPostgres, url: str, conn: Conn) -> 
         assert "direct address" in one(replace(behind, listen_database_url=url), "pooler", OK).summary
         dead = replace(behind, listen_database_url="postgresql://127.0.0.1:1/x")
         assert "refused" in one(dead, "pooler", WARNING).summary
-        assert worst(examine(replace(behind, listen_database_url=url))) == NOTE  # nobody works
+        assert worst(run_checks(replace(behind, listen_database_url=url))) == NOTE  # nobody works
         insert_worker(conn, "w", concurrency=10 * MAX_CONNECTIONS)
         one(behind, "connections", OK)  # how many there are is the pooler's to say
 
@@ -939,7 +938,7 @@ def test_an_address_for_listening_that_hears_nothing(
     server: EmbeddedPostgres, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leads to another database."""
-    monkeypatch.setattr("tasklib.doctor.reach.HEAR_SECONDS", 0.3)
+    monkeypatch.setattr("tasklib.doctor.connections.HEAR_SECONDS", 0.3)
     elsewhere = replace(config, listen_database_url=server.dsn)
     assert "another database" in one(elsewhere, "pooler", WARNING).summary
     one(config, "pooler", OK)
@@ -1032,7 +1031,7 @@ def test_nobody_works(config: tasklib.Config, conn: Conn) -> None:
     insert_worker(conn, "dead", lease="- interval '1 second'", names="{a}")
     conn.execute("select tasklib.submit('a', queue => 'mail')")
     one(config, "workers", NOTE)
-    found = one(config, "workers", CRITICAL, limits=AT_ONCE)
+    found = one(config, "workers", CRITICAL, thresholds=AT_ONCE)
     assert found.details["waiting"][0] | {"seconds": 0} == {"queue": "mail", "name": "a", "count": 1, "seconds": 0}
 
 
@@ -1045,7 +1044,7 @@ def test_a_name_that_nobody_serves(
     """A live worker must know the function and serve the queue, or tasks wait in vain. What is delayed does not."""
     insert_worker(conn, "w", names=names, queues=queues)
     conn.execute("select tasklib.submit('a', queue => 'mail'), tasklib.submit('later', delay_seconds => 60)")
-    found = one(config, "workers", severity, limits=AT_ONCE)
+    found = one(config, "workers", severity, thresholds=AT_ONCE)
     assert severity == OK or "a in queue mail (1)" in found.summary
 
 
@@ -1063,13 +1062,13 @@ def test_a_name_behind_many_others(config: tasklib.Config, conn: Conn) -> None:
     insert_worker(conn, "w", names="{a}")
     conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 3000)")
     conn.execute("select tasklib.submit('b')")
-    assert "b in queue default (1)" in one(config, "workers", WARNING, limits=AT_ONCE).summary
+    assert "b in queue default (1)" in one(config, "workers", WARNING, thresholds=AT_ONCE).summary
 
 
 def test_a_lease_that_ran_out_and_nobody_noticed(config: tasklib.Config, conn: Conn) -> None:
     """No worker and no keeper is left to declare it dead."""
     insert_worker(conn, "w", lease="- interval '1 second'")
-    found = one(config, "leases", CRITICAL, limits=AT_ONCE)
+    found = one(config, "leases", CRITICAL, thresholds=AT_ONCE)
     assert "w (pid 1 on host)" in found.summary
     one(config, "leases", OK)  # within the time in which others notice
 
@@ -1081,10 +1080,10 @@ def test_tasks_of_the_dead_that_nobody_recovers(config: tasklib.Config, conn: Co
     with contextlib.closing(ManualWorker(short, "dead")) as worker:
         assert len(worker.claim("a")) == 2
         conn.execute("update tasklib.workers set died_at = clock_timestamp() - interval '1 second'")
-    found = one(config, "leases", CRITICAL, limits=AT_ONCE)
+    found = one(config, "leases", CRITICAL, thresholds=AT_ONCE)
     assert found.details["tasks"] == 2
     reap(short)
-    one(config, "leases", OK, limits=AT_ONCE)
+    one(config, "leases", OK, thresholds=AT_ONCE)
 
 
 def test_nobody_is_late_while_the_server_is_young(config: tasklib.Config, conn: Conn) -> None:
@@ -1095,8 +1094,8 @@ def test_nobody_is_late_while_the_server_is_young(config: tasklib.Config, conn: 
     long_ago = "clock_timestamp() - interval '2 days'"
     conn.execute(literal(f"update tasklib.workers set renewed_at = {long_ago}, lease_until = {long_ago}"))
     conn.execute(literal(f"update tasklib.claims set locked_until = {long_ago}"))
-    one(config, "leases", OK, limits=Limits(stuck_seconds=86400))
-    found = look(config, "leases", limits=AT_ONCE)
+    one(config, "leases", OK, thresholds=Thresholds(stuck_seconds=86400))
+    found = look(config, "leases", thresholds=AT_ONCE)
     assert [each.severity for each in found] == [CRITICAL, CRITICAL]
 
 
@@ -1106,12 +1105,12 @@ def test_a_lock_that_passed(config: tasklib.Config, conn: Conn) -> None:
     with contextlib.closing(ManualWorker(config, "gone")) as worker:
         worker.claim("a")
     conn.execute("delete from tasklib.workers")
-    one(config, "leases", OK, limits=AT_ONCE)
+    one(config, "leases", OK, thresholds=AT_ONCE)
     conn.execute("update tasklib.tasks set locked_until = clock_timestamp()")
     conn.execute("update tasklib.claims set locked_until = clock_timestamp()")
-    one(config, "leases", CRITICAL, limits=AT_ONCE)
+    one(config, "leases", CRITICAL, thresholds=AT_ONCE)
     reap(replace(config, lease_seconds=0.3))
-    one(config, "leases", OK, limits=AT_ONCE)
+    one(config, "leases", OK, thresholds=AT_ONCE)
 
 
 def test_a_task_that_cannot_be_stopped(config: tasklib.Config, conn: Conn) -> None:
@@ -1120,13 +1119,13 @@ def test_a_task_that_cannot_be_stopped(config: tasklib.Config, conn: Conn) -> No
     with contextlib.closing(ManualWorker(config, "deaf")) as worker:
         began = time.monotonic()
         worker.start(*worker.claim("a"))
-        one(config, "leases", OK, limits=AT_ONCE)
+        one(config, "leases", OK, thresholds=AT_ONCE)
         conn.execute("update tasklib.tasks set started_at = started_at - interval '20 seconds'")
         conn.execute(
             """insert into tasklib.claims (worker_id, locked_until, task_ids)
                select 'who lost it', now() + interval '1 hour', array_agg(id) from tasklib.tasks"""
         )
-        found = one(config, "leases", WARNING, limits=AT_ONCE)
+        found = one(config, "leases", WARNING, thresholds=AT_ONCE)
     assert 15 <= found.details["seconds"] <= round(15 + time.monotonic() - began)
     assert found.details["worker_id"] == worker.id
 
@@ -1158,7 +1157,7 @@ def reap(config: tasklib.Config) -> None:
 
 def test_a_locked_table(config: tasklib.Config, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not queue up behind the lock for long: others would queue behind it."""
-    monkeypatch.setattr("tasklib.doctor.patient.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("tasklib.doctor.probe.LOCK_SECONDS", 0.1)
     with psycopg.connect(url) as holder:
         holder.execute("lock table tasklib.tasks")
         assert "lock" in one(config, "workers", WARNING).summary
@@ -1170,7 +1169,7 @@ def test_an_answer_that_takes_too_long(config: tasklib.Config, conn: Conn, url: 
     with psycopg.connect(url) as holder:
         holder.execute("lock table tasklib.workers")
         skip = [name for name in CHECKS if name not in {"workers", "database"}]
-        thread = threading.Thread(target=lambda: found.extend(examine(config, skip=skip, deep=True)))
+        thread = threading.Thread(target=lambda: found.extend(run_checks(config, skip=skip, deep=True)))
         thread.start()
         waiting = """select pg_cancel_backend(pid) from pg_stat_activity
                       where application_name = 'tasklib:doctor' and wait_event_type = 'Lock'"""
@@ -1191,10 +1190,7 @@ def test_an_answer_that_takes_too_long(config: tasklib.Config, conn: Conn, url: 
 def run(url: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {"DATABASE_URL": url, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH}
-        command = [str(COMMAND), "doctor", *words]
-        ended = subprocess.run(
-            command, env=variables | environment, capture_output=True, text=True, check=False, cwd=tmp_path
-        )
+        ended = run_tasklib("doctor", *words, variables=variables | environment, directory=tmp_path)
         assert "Traceback" not in ended.stderr
         assert PASSWORD not in ended.stdout + ended.stderr
         return ended
@@ -1246,7 +1242,7 @@ def test_a_bug_is_no_warning(config: tasklib.Config, monkeypatch: pytest.MonkeyP
     def stumble(*_: object) -> Iterator[Finding]:
         raise LookupError(str(config))
 
-    monkeypatch.setattr("tasklib.doctor.examination.CHECKS", {"clock": stumble})
+    monkeypatch.setattr("tasklib.doctor.run.CHECKS", {"clock": stumble})
     monkeypatch.setenv("DATABASE_URL", config.database_url)
     ended = CliRunner().invoke(app, ["doctor"])
     assert ended.exit_code == 3

@@ -1,4 +1,4 @@
-"""The doorbell: inserts ring only while somebody sleeps, and nobody sleeps through a task."""
+"""The doorbell: inserts notify only sleeping workers, and no worker sleeps while a task waits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from sqlalchemy import orm
 
 import tasklib
 from tasklib import TaskWorker, embedded, migrate
-from tasklib.worker import claimer
+from tasklib.worker import sleep
+from tasklib.worker.claims import Claims
 from tasklib.worker.doorbell import Doorbell
-from tests.raw_sql import Conn, literal
-from tests.waiting import wait_until
-from tests.working import running, sleep_on, wait_final
+from tests.support.raw_sql import Conn, literal
+from tests.support.working import running, sleep_on, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
-pytestmark = pytest.mark.direct("is about LISTEN, and locks of sessions")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("is about LISTEN, and locks of sessions"),
+]
 
 NEVER = 60.0  # seconds between polls: what is found, is found otherwise
 
@@ -59,7 +63,7 @@ def rings(listener: Conn) -> int:
 
 @pytest.fixture
 def listener(database_url: str) -> Iterator[Conn]:
-    """It only listens: who sleeps, others say."""
+    """A connection that only listens."""
     with psycopg.connect(database_url, autocommit=True) as made:
         made.execute('listen task_new; listen "end"')
         yield made
@@ -82,14 +86,14 @@ def ran() -> threading.Event:
 @pytest.fixture
 def never_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker takes back what it has said of its sleep, and so says nothing anew by chance."""
-    monkeypatch.setattr(claimer, "BUSY_SECONDS", NEVER)
+    monkeypatch.setattr(sleep, "BUSY_SECONDS", NEVER)
 
 
 def insert(conn: Conn, queue: str = "default") -> None:
     conn.execute("insert into tasklib.tasks (name, queue) values ('job', %s)", [queue])
 
 
-# --- who rings ---
+# --- which inserts ring ---
 
 
 def test_nobody_asleep_nothing_sent(listener: Conn, conn: Conn, client: tasklib.Client) -> None:
@@ -100,7 +104,7 @@ def test_nobody_asleep_nothing_sent(listener: Conn, conn: Conn, client: tasklib.
     assert rings(listener) == 0
 
 
-def test_one_who_sleeps_is_rung_for_once_a_statement(listener: Conn, conn: Conn, other: Conn) -> None:
+def test_one_who_sleeps_has_listener_for_once_a_statement(listener: Conn, conn: Conn, other: Conn) -> None:
     sleep_on(conn, "default")
     other.execute("insert into tasklib.tasks (name) select 'job' from generate_series(1, 50)")
     other.commit()
@@ -116,7 +120,7 @@ def test_one_who_sleeps_is_rung_for_once_a_statement(listener: Conn, conn: Conn,
 def test_an_idle_queue_does_not_ring_for_a_busy_one(
     listener: Conn, conn: Conn, other: Conn, sleeps_on: list[str], expected: int
 ) -> None:
-    """Who sleeps says on which queues."""
+    """A sleeping worker names its queues."""
     sleep_on(conn, *sleeps_on)
     insert(other, "busy")
     other.commit()
@@ -173,7 +177,7 @@ def test_prepared_transactions_with_the_doorbell_off(ran: threading.Event) -> No
             other.execute("set local tasklib.doorbell = off")
             insert(other)
             other.execute("prepare transaction 'silent'")
-            assert sleep_on(conn, "*"), "nothing says that somebody is about to commit"
+            assert sleep_on(conn, "*"), "no insert says that it is about to commit"
             conn.execute("commit prepared 'silent'")
             submit_in_two_phases(server.dsn)
             assert conn.execute("select count(*) from tasklib.tasks").fetchone() == (2,)
@@ -181,20 +185,20 @@ def test_prepared_transactions_with_the_doorbell_off(ran: threading.Event) -> No
     assert ran.is_set()
 
 
-# --- who sleeps ---
+# --- when a worker sleeps ---
 
 
 def test_a_task_of_one_who_looked_before_somebody_slept_is_found(
     config: tasklib.Config, conn: Conn, other: Conn, ran: threading.Event
 ) -> None:
-    """It rings for nobody. The worker knows that somebody may be about to commit, and looks, less and less often."""
+    """That insert notifies no worker. The worker knows of an open insert, and looks again, less and less often."""
     insert(other)
     with running(config, poll_interval_seconds=NEVER) as worker:
         wait_asleep(conn)
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: crew.claimer._doorbell.until_asked() > 0.25, "its pauses to grow")
-        assert 5 < crew.loops["claim"].beats < 25, "the pauses double: an open transaction must not make it spin"
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: run.claimer._sleep.doorbell.until_asked() > 0.25, "its pauses to grow")
+        assert 5 < run.loops["claim"].beats < 25, "the pauses double: an open transaction must not make it spin"
         assert not ran.is_set()
         other.commit()
         assert ran.wait(20)
@@ -203,7 +207,7 @@ def test_a_task_of_one_who_looked_before_somebody_slept_is_found(
 def test_rings_do_not_use_up_the_doubt(
     config: tasklib.Config, conn: Conn, other: Conn, client: tasklib.Client, ran: threading.Event, never_busy: None
 ) -> None:
-    """What others submit meanwhile makes it look; whom it waits for, it asks for by the clock."""
+    """Other submits make the worker look. When it asks for open inserts again depends on the clock alone."""
     insert(other)
     tasklib.task(name="more")(lambda: None)
     with running(config, poll_interval_seconds=NEVER):
@@ -221,11 +225,11 @@ def test_a_task_of_one_who_looks_after_somebody_slept_rings(
     """However long its transaction is open."""
     with running(config, poll_interval_seconds=NEVER) as worker:
         wait_asleep(conn)
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: not crew.claimer._doorbell.is_in_doubt, "it to be sure")
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: not run.claimer._sleep.doorbell.is_in_doubt, "it to be sure")
         insert(other)
-        assert crew.claimer._doorbell.until_asked() == math.inf, "nothing but the ring makes it look"
+        assert run.claimer._sleep.doorbell.until_asked() == math.inf, "nothing but the ring makes it look"
         other.commit()
         assert ran.wait(20)
 
@@ -256,13 +260,13 @@ def test_what_is_committed_between_the_look_and_the_sleep_is_found(
 def test_one_who_is_looking_for_sleepers_does_not_keep_a_worker_from_sleep(
     config: tasklib.Config, conn: Conn, other: Conn, ran: threading.Event
 ) -> None:
-    """The lock is tried, and taken by somebody just then: so it is tried again soon."""
+    """An insert holds the lock for a moment, so the worker tries again soon."""
     other.execute("select pg_advisory_xact_lock(hashtext('tasklib.sleep'), hashtext('*'))")
     with running(config, poll_interval_seconds=NEVER) as worker:
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: crew.claimer._doorbell.until_asked() < math.inf, "it to have tried in vain")
-        assert asleep(conn) == 1, "nobody but the one who looks"
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: run.claimer._sleep.doorbell.until_asked() < math.inf, "it to have tried in vain")
+        assert asleep(conn) == 1, "only the insert that looks for sleepers"
         other.rollback()
         wait_asleep(conn)
         insert(conn)
@@ -291,7 +295,7 @@ def test_a_steady_load_does_not_ring(
     config: tasklib.Config, client: tasklib.Client, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker has room all the time, and work without a break: it looks by itself, and sleeps when that ends."""
-    monkeypatch.setattr(claimer, "BREAK_SECONDS", 1.0)  # a busy machine makes whoever submits pause for a moment
+    monkeypatch.setattr(sleep, "BREAK_SECONDS", 1.0)  # on a busy machine this test pauses for a moment between submits
     done: list[int] = []
     submitted: list[int] = []
     tasklib.task(name="quick")(lambda: done.append(1))
@@ -312,11 +316,11 @@ def test_a_database_that_is_slow_to_answer_makes_nobody_busy(
     config: tasklib.Config, client: tasklib.Client, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look that takes long is one look: else it would say anew that it sleeps, and look again, after every task."""
-    claim, disarm = claimer.Claimer._claim, Doorbell.disarm
+    claim, disarm = Claims._claim, Doorbell.disarm
     taken_back: list[Doorbell] = []
 
-    def slowly(self: claimer.Claimer, *args: Any) -> Any:
-        time.sleep(2 * claimer.BUSY_SECONDS)
+    def slowly(self: Claims, *args: Any) -> Any:
+        time.sleep(2 * sleep.BUSY_SECONDS)
         return claim(self, *args)
 
     def counted(self: Doorbell) -> None:
@@ -324,15 +328,15 @@ def test_a_database_that_is_slow_to_answer_makes_nobody_busy(
             taken_back.append(self)
         disarm(self)
 
-    monkeypatch.setattr(claimer.Claimer, "_claim", slowly)
+    monkeypatch.setattr(Claims, "_claim", slowly)
     monkeypatch.setattr(Doorbell, "disarm", counted)
     tasklib.task(name="quick")(lambda: None)
     with running(config, concurrency=5, poll_interval_seconds=NEVER) as worker:
         wait_asleep(conn)
-        crew = worker._crew
-        assert crew is not None
+        run = worker._run
+        assert run is not None
         for _ in range(5):
-            wait_until(lambda: crew.claimer._asleep_since < time.monotonic() - 0.05, "it to sleep")
+            wait_until(lambda: run.claimer._sleep.asleep_since < time.monotonic() - 0.05, "it to sleep")
             wait_final(client, client.submit_task("quick"))
         assert taken_back == []
 
@@ -352,18 +356,18 @@ def test_a_paused_worker_is_not_rung_for(
 def test_one_whom_nobody_wakes_does_not_say_that_it_sleeps(
     config: tasklib.Config, client: tasklib.Client, conn: Conn, ran: threading.Event
 ) -> None:
-    """Without a listener, unless somebody else rings."""
+    """Without a listener, unless another process listens for it."""
     with running(config, listen=False, poll_interval_seconds=0.05) as worker:
         client.submit_task("job")
         assert ran.wait(20)
-        crew = worker._crew
-        assert crew is not None
-        beats = crew.loops["claim"].beats
-        wait_until(lambda: crew.loops["claim"].beats > beats + 3, "it to sleep and wake")
+        run = worker._run
+        assert run is not None
+        beats = run.loops["claim"].beats
+        wait_until(lambda: run.loops["claim"].beats > beats + 3, "it to sleep and wake")
         assert asleep(conn) == 0
-        worker.is_rung = True
+        worker.has_listener = True
         wait_asleep(conn)
-        worker.is_rung = False
+        worker.has_listener = False
         wait_asleep(conn, 0)
 
 

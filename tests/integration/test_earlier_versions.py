@@ -12,15 +12,18 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tests.raw_sql import literal
+from tests.support.raw_sql import literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from uuid import UUID
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
-pytestmark = pytest.mark.direct("roles are the server's")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("roles are the server's"),
+]
 
 FOLDER = Path(__file__).resolve().parents[1] / "earlier_versions"
 ROLE = "old_worker"

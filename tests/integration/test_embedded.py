@@ -21,8 +21,8 @@ import tasklib
 from tasklib import embedded
 from tasklib.embedded import watchdog
 from tasklib.errors import EmbeddedPostgresError
-from tests.standby import standby
-from tests.waiting import wait_until
+from tests.support.standby import standby
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -366,7 +366,7 @@ def test_command_line_notices_the_end_of_its_server(open_directory: Path) -> Non
         query(process.stdout.readline().strip(), "select 1")
         postmaster = int((open_directory / "data" / "data" / "postmaster.pid").read_text().split()[0])
         os.kill(postmaster, signal.SIGINT)
-        assert process.communicate(timeout=DEADLINE_SECONDS)[1].endswith("has stopped by itself\n")
+        assert process.communicate(timeout=DEADLINE_SECONDS)[1].endswith("has stopped unexpectedly\n")
         assert process.returncode == 1
 
 

@@ -18,11 +18,11 @@ import pytest
 
 import tasklib
 from tests.integration.test_exactly_once import count, kinds, write_in
-from tests.invariants import violations
-from tests.proxy import CuttingProxy
-from tests.raw_sql import literal
-from tests.waiting import wait_until, wait_until_blocked
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tests.support.invariants import violations
+from tests.support.proxy import CuttingProxy
+from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until, wait_until_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from tasklib.outcomes import Completed
     from tasklib.statements import Statement
-    from tasklib.worker.crew import Crew
     from tasklib.worker.execution import Execution
+    from tasklib.worker.run import WorkerRun
     from tests.integration.test_exactly_once import Kind
-    from tests.proxy import Fate, Said
-    from tests.raw_sql import Conn
+    from tests.support.proxy import Fate, Said
+    from tests.support.raw_sql import Conn
 
 pytestmark = pytest.mark.direct("cuts and holds what is said in sessions of its own")
 
@@ -89,9 +89,9 @@ class Hold:
         self._is_let_go.set()
 
 
-def crew_of(worker: tasklib.TaskWorker) -> Crew:
-    assert worker._crew is not None
-    return worker._crew
+def crew_of(worker: tasklib.TaskWorker) -> WorkerRun:
+    assert worker._run is not None
+    return worker._run
 
 
 def die(conn: Conn, worker: tasklib.TaskWorker) -> None:
@@ -164,8 +164,8 @@ def test_a_commit_that_comes_late_counts(
         proxy.cut_at_commit("late")
         task_id = client.submit(write.new(1))
         wait_until(lambda: "transaction.broken" in caplog.text, "the connection to be lost")
-        wait_until(lambda: crew_of(worker)._sessions["finish"].age_seconds > 0, "the finisher to be connected")
-        wait_until_blocked(conn, crew_of(worker)._sessions["finish"].connection())
+        wait_until(lambda: crew_of(worker).basis.sessions["finish"].age_seconds > 0, "the finish_loop to be connected")
+        wait_until_blocked(conn, crew_of(worker).basis.sessions["finish"].connection())
         proxy.deliver()
         task = wait_final(client, task_id)
         assert_once(task, conn, attempt=1)
@@ -514,7 +514,7 @@ def test_a_commit_that_a_crash_took_back_loses_no_task(
         task_id = client.submit(write.new(1))
         assert is_inside.wait(SECONDS)
         conn.execute(literal(f"create temp table before as select {columns} from tasklib.tasks"))
-        holder.execute("select from tasklib.claims for update")  # the finisher comes no further
+        holder.execute("select from tasklib.claims for update")  # the finish_loop comes no further
         may_go.set()
         wait_until(lambda: get(client, task_id).state == "completed")
         with conn.transaction():

@@ -5,6 +5,7 @@ healthy ones, and what is healthy is recovered, promoted, expired, pruned and ru
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,34 +13,37 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tasklib.doctor import Severity, examine
-from tasklib.duties.census import Census
+from tasklib.doctor import Severity, run_checks
 from tasklib.duties.expirer import Expirer
 from tasklib.duties.janitor import Janitor, Retention
 from tasklib.duties.promoter import Promoter
 from tasklib.duties.rollups import Rollups
-from tasklib.duties.settling import Decided, Settling
-from tasklib.duties.snapshots import Limits, Snapshots, WorkerState
+from tasklib.duties.snapshots import ClaimSettings, Snapshots, WorkerState
 from tasklib.duties.statements import KeeperStatements
+from tasklib.duties.unserved_names import UnservedNames
 from tasklib.outcomes import Crashed, Rules, decide
+from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
-from tasklib.worker.session import Session
 from tasklib_daemon.crashes import CrashReport, Executing, Recoveries
 from tasklib_daemon.election import Election
-from tests import extreme_rows
-from tests.extreme_rows import EXTREMES, KINDS, NAME, OF_THE_KIND, insert, poison
-from tests.raw_sql import literal
-from tests.waiting import wait_until
-from tests.working import ManualWorker, grown_up_reaper, running
+from tests.support import extreme_rows
+from tests.support.extreme_rows import EXTREMES, KINDS, NAME, OF_THE_KIND, insert, poison
+from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker, grown_up_reaper, running
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from uuid import UUID
 
-    from tasklib.worker.tally import Amounts
-    from tests.raw_sql import Conn, NewDatabase
+    from tasklib.runtime.metrics import Amounts
+    from tests.support.raw_sql import Conn, NewDatabase
 
-pytestmark = pytest.mark.direct("the extremes are the rows' and not the connections'")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("the extremes are the rows' and not the connections'"),
+]
 
 BOUNDS = {
     "tasks": ("tasks_timeout_positive", "tasks_counts_whole", "tasks_times_in_calendar"),
@@ -137,8 +141,11 @@ def test_the_keeper_recovers_the_others(
     made = poison(conn, ["claimed", "running", "asked"])
     era()
     executing = tuple(Executing(task_id, 7, 1e18) for task_id in made["running"][:1])
-    report = CrashReport("dead", "w", "h", 1, 0, "killed by signal 9", "crash", executing=executing)
-    healthy_report = CrashReport("dead-2", "w", "h", 1, 0, "killed by signal 9", "crash")
+    report = CrashReport(
+        worker_id="dead", name="w", hostname="h", pid=1, slot=0, how="killed by signal 9", cause="crash",
+        executing=executing,
+    )  # fmt: skip
+    healthy_report = replace(report, worker_id="dead-2", executing=())
     keeper_statements = KeeperStatements(config)
     recoveries = Recoveries(config, session, statements, keeper_statements)
     recoveries.add(report)
@@ -200,14 +207,14 @@ def test_the_census_and_the_statistics_answer(
     era()
     die(conn)
     conn.execute("update tasklib.workers set died_at = null, lease_until = 'infinity', concurrency = 1000000000")
-    census = Census(session, statements)
-    census.run_once()
-    assert "nobodys" in census.unserved or NAME in census.unserved
+    unserved_names = UnservedNames(session, statements)
+    unserved_names.run_once()
+    assert "nobodys" in unserved_names.unserved or NAME in unserved_names.unserved
     with tasklib.Client(config) as client:
         assert {each.queue for each in client.queue_statistics()} >= {"default"}
         client.task_statistics()
         assert client.backlog() > 0
-    found = examine(config, deep=True)
+    found = run_checks(config, deep=True)
     assert [each for each in found if "refused to answer" in each.summary or "not to be seen" in each.summary] == []
 
 
@@ -287,7 +294,7 @@ def test_snapshots_of_the_others_are_written(conn: Conn, config: tasklib.Config,
         WorkerState("bad", "h", -1, 0, 0, cpu_percent=float("nan")),
         WorkerState("c", "h", 1, 0, 0),
     ]
-    Snapshots(session, KeeperStatements(config), Limits(None, 1, None, {}), take=lambda: workers).run_once()
+    Snapshots(session, KeeperStatements(config), ClaimSettings(None, 1, None, {}), take=lambda: workers).run_once()
     assert {name for (name,) in conn.execute("select worker_id from tasklib.worker_states")} == {"a", "c"}
 
 
@@ -319,18 +326,18 @@ def test_a_lock_on_another_row_sets_one_task_aside(
         conn.execute("update tasklib.tasks set step_name = 'blocked' where id = (select id from tasklib.tasks limit 1)")
         claimed = worker.claim("job", limit=100)
         ((now,),) = conn.execute("select clock_timestamp()").fetchall()
-        settling = Settling(session, WorkerStatements(config))
+        writer = RecoveryWriter(session, WorkerStatements(config))
         with psycopg.connect(database_url) as holder:
             holder.execute("select from counters where name = 'blocked' for update")
-            decided = settling.decide(
+            decided = writer.decide(
                 [each.held for each in claimed],
                 lambda task: Decided(task, decide(task, Crashed("died"), now, Rules()), None),
             )
             sent = count_statements(session)
-            assert settling.settle(worker.id, decided, now) == 29
+            assert writer.recover(worker.id, decided, now) == 29
             assert sum(sent) < 20
         assert any("recovery.blocked" in record.getMessage() for record in caplog.records)
-        assert settling.settle(worker.id, decided, now) == 1
+        assert writer.recover(worker.id, decided, now) == 1
     finally:
         session.close()
         worker.close()
@@ -353,9 +360,9 @@ def count_statements(session: Session) -> list[int]:
     sent: list[int] = []
     run = session.run
 
-    def counting(statement: Any) -> Any:
+    def counting(statement: Any, lock_seconds: float | None = None) -> Any:
         sent.append(1)
-        return run(statement)
+        return run(statement, lock_seconds)
 
     session.run = counting  # type: ignore[method-assign]
     return sent
@@ -377,7 +384,7 @@ def test_rows_beyond_the_bounds_are_brought_to_them(new_database: NewDatabase, m
             " values (now(), 'n', 'q', 9223372036854775807, 'NaN', '{-1}')"
         )
         migrate.migrate(config)
-        assert all(each.severity != Severity.CRITICAL for each in examine(config) if each.check == "schema")
+        assert all(each.severity != Severity.CRITICAL for each in run_checks(config) if each.check == "schema")
         assert conn.execute("select count(*) from tasklib.tasks").fetchone() == count
         for name in BOUNDS["tasks"]:
             conn.execute(literal(f"alter table tasklib.tasks validate constraint {name}"))

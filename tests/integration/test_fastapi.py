@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 import tasklib
 from tasklib.fastapi import lifespan
-from tests.raw_sql import Conn
-from tests.serving import served
-from tests.waiting import wait_until
-from tests.working import running
+from tests.support.raw_sql import Conn
+from tests.support.serving import served
+from tests.support.working import running
+from tools.waiting import wait_until
 
 
 @asynccontextmanager

@@ -14,17 +14,19 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tests.daemons import PYTHONPATH, ROOT, daemon, is_alive
-from tests.waiting import wait_until
+from tools.daemons import PYTHONPATH, ROOT, daemon, is_alive
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.raw_sql import NewDatabase
+    from tests.support.raw_sql import NewDatabase
 
 JOURNAL = "FORKING_TASKS_JOURNAL"
-PROGRAM = "from tests import forking_tasks; forking_tasks.main()"  # not imported here: other tests have workers, too
+PROGRAM = (
+    "from tests.support import forking_tasks; forking_tasks.main()"  # not imported here: other tests have workers, too
+)
 OTHERS = 20
 KINDS = (
     "in_thread", "in_thread_and_raise", "in_c", "on_loop",
@@ -125,7 +127,7 @@ def test_a_copy_from_a_hook_ends(scene: Scene) -> None:
 @pytest.mark.parametrize("kind", ["in_thread", "on_loop", "isolated"])
 def test_a_copy_under_the_daemon_ends_and_is_told(scene: Scene, kind: str) -> None:
     """The same worker goes on, and says what has happened, and in which task."""
-    with daemon(scene.dsn, app=["tests.forking_tasks"], environment=scene.environment) as started:
+    with daemon(scene.dsn, app=["tests.support.forking_tasks"], environment=scene.environment) as started:
         worker = started.child("worker")
         scene.submit(kind)
         wait_until(lambda: scene.conn.execute(UNFINISHED).fetchone() == (0,), "all to end")

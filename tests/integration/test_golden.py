@@ -14,9 +14,11 @@ import pytest
 
 import tasklib
 from tasklib import TaskWorker
-from tests.raw_sql import Conn, literal
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tests.support.raw_sql import Conn, literal
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until
+
+pytestmark = pytest.mark.postgres_versions
 
 SECOND = timedelta(seconds=1)
 
@@ -251,7 +253,7 @@ def test_a_lock_that_has_not_passed_is_respected(client: tasklib.Client, conn: C
     )
     quick = tasklib.Config(config.database_url, lease_seconds=0.3)
     with running(quick) as worker:
-        rounds = worker._crew.loops["duties"]  # type: ignore[union-attr]
+        rounds = worker._run.loops["duties"]  # type: ignore[union-attr]
         wait_until(lambda: rounds.beats > 15, "the reaper to have looked several times")
     assert client.list_tasks()[0].state == "running"
 
@@ -299,7 +301,7 @@ def test_two_workers_never_run_the_same_task(client: tasklib.Client, config: tas
 def test_an_idle_worker_does_not_storm(config: tasklib.Config, conn: Conn) -> None:
     """It sleeps poll_interval_seconds between looks."""
     with running(config, poll_interval_seconds=0.2) as worker:
-        loop = worker._crew.loops["claim"]  # type: ignore[union-attr]
+        loop = worker._run.loops["claim"]  # type: ignore[union-attr]
 
         def is_calm() -> bool:
             before, began = loop.beats, time.monotonic()

@@ -19,13 +19,13 @@ from pydantic import BaseModel, field_validator
 import tasklib
 from tasklib import TaskWorker
 from tasklib.worker.execution import Execution
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 
 class Unreadable(Exception):
@@ -134,11 +134,11 @@ def test_a_cancel_hits_the_task_that_it_is_for(client: tasklib.Client, config: t
         return "undisturbed"
 
     with running(config) as worker:
-        crew = worker._crew
-        assert crew is not None
+        run = worker._run
+        assert run is not None
         second_id = client.submit_task(second)
         assert began.wait(20)
-        (execution,) = crew.buffer.executing()
+        (execution,) = run.buffer.executing()
         ended = Execution(execution.claimed, execution.function, is_coroutine=False)
         ended.inside = execution.inside  # the seat of the thread in which it ran before
         ended.interrupt(tasklib.CancelInterrupt)
@@ -228,9 +228,9 @@ def test_a_log_handler_that_raises_stops_nothing(
     job = tasklib.task(name="job")(lambda: None)
     with running(config) as worker:
         assert wait_final(client, client.submit_task(job)).state == "completed"
-        crew = worker._crew
-        assert crew is not None
-        assert all(loop.is_alive() for loop in crew.loops.values())
+        run = worker._run
+        assert run is not None
+        assert all(loop.is_alive() for loop in run.loops.values())
     assert "disk full" in capsys.readouterr().err
 
 

@@ -14,25 +14,22 @@ from psycopg.pq import TransactionStatus
 
 import tasklib
 from tasklib import doctor, embedded, migrate
-from tasklib.connection import (
-    BoundedConnection,
-    WatchedConnection,
-    meet,
-    meet_async,
-    send_alone,
-    send_alone_async,
-)
+from tasklib.connection import BoundedAsyncConnection, BoundedConnection, meet, meet_async
+from tasklib.sending import send_alone, send_alone_async
 from tasklib.sql import queries
 from tasklib.statements import Row, Statement
-from tests import pooler
-from tests.hostile import DAEMON, MALLORY, OWNER, WEB, HostileDatabase
+from tests.support import pooler
+from tests.support.hostile import DAEMON, MALLORY, OWNER, WEB, HostileDatabase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
-pytestmark = pytest.mark.direct("has a server, and a pooler, of its own")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("has a server, and a pooler, of its own"),
+]
 
 FAILS: Statement[list[Row]] = Statement("select 1 / 0", (), list)
 # These have no SET clause, for speed: every name in them has its schema instead, or who calls them has set the path.
@@ -190,7 +187,7 @@ async def test_a_failed_async_statement_leaves_the_connection_usable(
     hostile: HostileDatabase, address: Callable[[str], str]
 ) -> None:
     """The same."""
-    async with await WatchedConnection.connect(address(hostile.of(WEB)), autocommit=True) as conn:
+    async with await BoundedAsyncConnection.connect(address(hostile.of(WEB)), autocommit=True) as conn:
         await meet_async(conn)
         for _ in range(2):
             with pytest.raises(errors.DivisionByZero):
@@ -215,7 +212,7 @@ def test_the_doctor_and_the_migrator_run_nothing_hostile(
 ) -> None:
     """They have the owner's rights, or a superuser's."""
     config = tasklib.Config(address(unharmed.of(OWNER)))
-    assert list(doctor.examine(config))
+    assert list(doctor.run_checks(config))
     with unharmed.connect(OWNER) as conn:
         conn.execute("delete from tasklib.schema_migrations where version = 0")
     migrate.migrate(config)

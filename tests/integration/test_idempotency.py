@@ -11,12 +11,14 @@ import psycopg
 import pytest
 
 import tasklib
-from tests.waiting import wait_until_blocked
+from tools.waiting import wait_until_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 Outcome = tuple[UUID, bool]
 

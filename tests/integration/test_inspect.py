@@ -15,7 +15,9 @@ from tasklib import Task
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 
 @pytest.fixture

@@ -18,19 +18,22 @@ import pytest
 import tasklib
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import Completed, Crashed, Failed, Interrupted, Problem, Rules, decide
+from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
+from tasklib.runtime.session import Session
 from tasklib.statements import settlement_json
-from tasklib.worker import settler
-from tasklib.worker.claimer import Claimer
-from tasklib.worker.session import Session
-from tests.raw_sql import Conn, literal
-from tests.waiting import wait_until, wait_until_blocked
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tasklib.worker import unwritten
+from tasklib.worker.preparation import Preparation
+from tests.support.raw_sql import Conn, literal
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until, wait_until_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from tasklib.statements import Claim, ClaimedTask
+
+pytestmark = pytest.mark.postgres_versions
 
 LEASE = 0.3
 
@@ -365,6 +368,29 @@ def test_cancel_that_waited_for_a_finish_changes_nothing(
     assert get(client, task_id).state == "completed"
 
 
+def test_a_settlement_that_waited_for_a_cancel_is_decided_again(
+    client: tasklib.Client,
+    conn: Conn,
+    database_url: str,
+    second: ThreadPoolExecutor,
+    workers: Callable[[str], ManualWorker],
+    job: Any,
+) -> None:
+    """The cancel commits while the settlement, which was decided before, waits for the row: the task must not go on."""
+    task_id = client.submit(job.new())
+    a = workers("a")
+    claimed = claim_one(a)
+    now = datetime.now(UTC)
+    released = Decided(claimed.held, decide(claimed.held, Interrupted(began=True), now, Rules()), None)
+    writer = RecoveryWriter(a.session, a.statements)
+    with row_locked(database_url, f"select tasklib.cancel('{task_id}', 'ordered twice')"):
+        recovery = blocked(conn, a, lambda: writer.recover(a.id, [released], now), second)
+    assert recovery.result(20) == 1
+    task = get(client, task_id)
+    assert (task.state, task.error) == ("cancelled", "Cancelled: ordered twice")
+    assert [each.outcome for each in client.get_attempts(task_id)] == ["CANCELLED"]
+
+
 def test_finish_after_a_cancel_was_asked_for_decides(
     client: tasklib.Client, workers: Callable[[str], ManualWorker], job: Any
 ) -> None:
@@ -522,8 +548,8 @@ def test_a_young_connection_declares_nobody_dead(
     """It may be that nobody could renew: after an outage everybody's lease looks expired."""
     a, grave = workers("a"), workers("grave")
     kill(conn, a)
-    patient = tasklib.Config(config.database_url, lease_seconds=60)
-    Reaper(patient, grave.session, grave.statements).run_once()
+    probe = tasklib.Config(config.database_url, lease_seconds=60)
+    Reaper(probe, grave.session, grave.statements).run_once()
     assert a.renew() is True
 
 
@@ -535,22 +561,22 @@ def test_a_claim_that_is_answered_after_the_stop_is_given_back(
 ) -> None:
     """Claimed, not started, at no cost: ready for the next worker at once, and no claim is left behind."""
     claimed, go_on = threading.Event(), threading.Event()
-    really = Claimer._add
+    really = Preparation.add
 
-    def hold(self: Claimer, tasks: Any) -> None:
+    def hold(self: Preparation, executions: Any) -> None:
         claimed.set()
         assert go_on.wait(20)
-        really(self, tasks)
+        really(self, executions)
 
-    monkeypatch.setattr(Claimer, "_add", hold)
+    monkeypatch.setattr(Preparation, "add", hold)
     with running(config) as worker:
         task_id = client.submit(job.new())
         assert claimed.wait(20)
         assert get(client, task_id).state == "claimed"
         worker.stop()
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: not crew.buffer._is_open, "the stop")
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: not run.buffer.is_open, "the stop")
         go_on.set()
     task = get(client, task_id)
     assert (task.state, task.ready, task.attempt, task.retry_count, task.worker_id) == ("pending", True, 0, 0, None)
@@ -563,8 +589,8 @@ def test_a_claim_whose_answer_was_lost_is_given_back(
     lost = threading.Event()
     really = Session._send
 
-    def lose(self: Session, conn: Any, statement: Any) -> Any:
-        answer = really(self, conn, statement)
+    def lose(self: Session, conn: Any, statement: Any, lock_seconds: float | None) -> Any:
+        answer = really(self, conn, statement, lock_seconds)
         if "insert into tasklib.claims" in statement.sql and answer.tasks and not lost.is_set():
             lost.set()
             raise psycopg.OperationalError("the answer was lost")
@@ -591,8 +617,8 @@ def test_a_finish_whose_answer_was_lost_is_known_to_be_written(
     lost = threading.Event()
     really = Session._send
 
-    def lose(self: Session, conn: Any, statement: Any) -> Any:
-        answer = really(self, conn, statement)
+    def lose(self: Session, conn: Any, statement: Any, lock_seconds: float | None) -> Any:
+        answer = really(self, conn, statement, lock_seconds)
         if "set state = 'completed'" in statement.sql and not lost.is_set():
             lost.set()
             raise psycopg.OperationalError("the answer was lost")
@@ -610,7 +636,7 @@ def test_large_results_are_written_apart(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statement has its limit: beyond it, the results of a batch go by several."""
-    monkeypatch.setattr(settler, "LARGEST_BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(unwritten, "LARGEST_BATCH_CHARACTERS", 300)
     echo = tasklib.task(name="echo")(lambda n: str(n) * 100)
     ids = client.submit_many([echo.new(n=n % 10) for n in range(20)])
     tasklib.TaskWorker(config, concurrency=20).run_until_empty_sync()
@@ -655,10 +681,8 @@ def test_an_error_in_a_failure_is_kept(
 
 def test_a_young_server_declares_nobody_dead(conn: Conn, config: tasklib.Config) -> None:
     """It may just have come back, and nobody could renew while it was away."""
-    patient = ManualWorker(
-        tasklib.Config(config.database_url, lease_seconds=3600, lock_timeout_seconds=86400), "patient"
-    )
-    kill(conn, patient)
-    assert patient.session.run(patient.statements.declare_dead()) == []
-    assert patient.renew() is True
-    patient.close()
+    probe = ManualWorker(tasklib.Config(config.database_url, lease_seconds=3600, lock_timeout_seconds=86400), "probe")
+    kill(conn, probe)
+    assert probe.session.run(probe.statements.declare_dead()) == []
+    assert probe.renew() is True
+    probe.close()

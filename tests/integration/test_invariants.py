@@ -1,4 +1,4 @@
-"""Each invariant of tests/invariants.sql is silent after a clean run, and speaks when it is broken."""
+"""Each invariant of tests/support/invariants.sql is silent after a clean run, and speaks when it is broken."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 import tasklib
 from tasklib import embedded, migrate
 from tasklib.registry import default_registry
-from tests.invariants import INVARIANTS, make_journal_tables, violations
-from tests.raw_sql import literal
+from tests.support.invariants import INVARIANTS, make_journal_tables, violations
+from tests.support.raw_sql import literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
-pytestmark = pytest.mark.direct("looks for sessions that were left behind; a pooler keeps its own")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("looks for sessions that were left behind; a pooler keeps its own"),
+]
 
 # In a clean run the attempts tell what a journal of the bodies would.
 _JOURNAL = """

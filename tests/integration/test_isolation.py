@@ -20,16 +20,17 @@ import pytest
 import tasklib
 from tasklib import migrate
 from tasklib.registry import default_registry
-from tasklib.worker import hooks, processes
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tasklib.worker import hooks
+from tasklib.worker.isolation import process, suspect_limits
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
     from uuid import UUID
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -38,10 +39,10 @@ NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 def tasks() -> Iterator[ModuleType]:
     """Imported for this module alone: other tests' workers would start a fork server for them."""
     functions, around = dict(default_registry._functions), list(hooks._around)
-    yield importlib.import_module("tests.isolated_tasks")
+    yield importlib.import_module("tests.support.isolated_tasks")
     default_registry._functions = functions
     hooks._around[:] = around
-    del sys.modules["tests.isolated_tasks"]
+    del sys.modules["tests.support.isolated_tasks"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Place:
 
     @property
     def server(self) -> int:
-        crew = self.worker._crew
-        assert crew is not None
-        assert crew.processes._server is not None
-        return crew.processes._server._process.pid
+        run = self.worker._run
+        assert run is not None
+        assert run.processes._server is not None
+        return run.processes._server._process.pid
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_what_dies_is_guilty_and_buried_and_nobody_else_notices(
         "its process exited with code 0": place.submit(tasks.leave, 0),
         "its process exited with code 3": place.submit(tasks.leave, 3),
         "its process was killed by SIGKILL, perhaps out of memory": place.submit(tasks.kill_itself),
-        "its process could not tell how it ended": place.submit(tasks.close_descriptors),
+        "its process could not send its outcome": place.submit(tasks.close_descriptors),
         "its process exited with code 4": place.submit(tasks.babble),
     }
     with neighbours(place, tasks, tmp_path / "end"):
@@ -244,11 +245,11 @@ def test_what_dies_is_guilty_and_buried_and_nobody_else_notices(
 def test_a_limit_to_memory_is_its_own(place: Place, tasks: ModuleType, tmp_path: Path) -> None:
     """Over it, the task fails with a code of its own; below it, it runs; its neighbours have no limit."""
     with neighbours(place, tasks, tmp_path / "end"):
-        task = place.run(tasks.hog, 400)
+        task = place.run(tasks.take_memory, 400)
         assert (task.state, task.error_code) == ("failed", "MEMORY_LIMIT")
         assert "memory_limit_mb=200 was reached" in (task.error or "")
         assert "MB were in use before it began" in (task.error or "")
-        assert place.result(tasks.hog, 20) == 20
+        assert place.result(tasks.take_memory, 20) == 20
         assert "the limit is 1048576" in str(
             place.run(tasks.return_much, 70).result
         )  # to store it is no work of the task's
@@ -324,8 +325,8 @@ def test_a_fork_server_that_does_nothing_is_replaced(
     place: Place, tasks: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has stopped it: it neither forks nor reaps any more, and must not keep its worker's slots for ever."""
-    monkeypatch.setattr(processes, "SERVER_SECONDS", 1.0)
-    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(process, "SERVER_SECONDS", 1.0)
+    monkeypatch.setattr(suspect_limits, "LOOK_SECONDS", 0.05)
     server = place.server
     frozen = place.submit(tasks.freeze_the_server, server)
     wait_until(lambda: state_of(server) in "TZX", "it to be stopped")
@@ -349,9 +350,9 @@ def test_a_worker_that_stops_asks_then_interrupts_then_kills(
         with running(config, concurrency=3, grace_seconds=60, queues=["leaving"]) as worker:
             wait_until(lambda: all(pids_in(path) for path in files.values()), "all of them to run")
             left = [pid for path in files.values() for pid in pids_in(path)]
-            assert worker._crew is not None
-            assert worker._crew.processes._server is not None
-            left.append(worker._crew.processes._server._process.pid)
+            assert worker._run is not None
+            assert worker._run.processes._server is not None
+            left.append(worker._run.processes._server._process.pid)
             worker.stop()
             assert wait_final(client, ids["stop when asked"]).state == "completed"
             worker.stop()  # the grace is over

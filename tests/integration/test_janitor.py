@@ -16,16 +16,18 @@ from tasklib.duties import janitor
 from tasklib.duties.janitor import DAY_SECONDS, EVERY_SECONDS, Janitor, Retention
 from tasklib.duties.reaper import Reaper
 from tasklib.duties.statements import KeeperStatements
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
-from tasklib.worker.session import Session
-from tests.explain import explain
-from tests.history import id_of, keep
-from tests.waiting import wait_until
+from tests.support.explain import explain
+from tests.support.history import id_of, keep
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
+
+pytestmark = pytest.mark.postgres_versions
 
 NEVER = Retention(completed_seconds=None, failed_seconds=None, states_seconds=None)
 FIRST, LAST = UUID(int=0), UUID(int=2**128 - 1)

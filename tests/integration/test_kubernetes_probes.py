@@ -12,12 +12,12 @@ import httpx
 import pytest
 import yaml
 
-from tests.daemons import daemon
-from tests.proxy import CuttingProxy
-from tests.waiting import wait_until
+from tests.support.proxy import CuttingProxy
+from tools.daemons import daemon
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.proxy import Fate
+    from tests.support.proxy import Fate
 
 pytestmark = pytest.mark.direct("a proxy that goes away is in between")
 

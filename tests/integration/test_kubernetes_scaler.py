@@ -9,7 +9,7 @@ import yaml
 
 if TYPE_CHECKING:
     import tasklib
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALER = ROOT / "kubernetes" / "components" / "autoscaling" / "scaled-object.yaml"

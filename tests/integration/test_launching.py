@@ -13,15 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGINNING = """
 import os, signal, socket, subprocess, threading, time
 import tasklib
-from tasklib.worker import launching
-from tasklib.worker.clock import DatabaseClock
-from tasklib.worker.processes import Child, ForkServer, Processes
-from tasklib.worker.witness import Witness
-from tests import suspect_tasks
-from tests.daemons import is_alive
+from tasklib.worker.isolation import launching
+from tasklib.runtime.database_clock import DatabaseClock
+from tasklib.worker.isolation.fork_server_link import ForkServerLink
+from tasklib.worker.isolation.process import IsolatedProcess
+from tasklib.worker.isolation.processes import IsolatedProcesses
+from tasklib.runtime.observer import WorkerObserver
+from tests.support import suspect_tasks
+from tools.daemons import is_alive
 
 def ready_server():
-    server = ForkServer(tasklib.Config("postgresql:///nowhere"), [suspect_tasks.attend], [])
+    server = ForkServerLink(tasklib.Config("postgresql:///nowhere"), [suspect_tasks.attend], [])
     assert server.wait_until_ready(lambda: False)
     return server
 
@@ -107,8 +109,8 @@ def test_what_its_children_have_started_ends_with_its_worker() -> None:
         worker = os.fork()
         if worker == 0:
             launching.fork_ahead(lambda: None)
-            child = Child(ready_server(), 1.0)
-            child._read_notice()
+            child = IsolatedProcess(ready_server(), 1.0)
+            child._read_reports()
             started = subprocess.Popen(["sleep", "60"], process_group=child.pid)
             os.write(tells, f"{child.pid} {started.pid}".encode())
             os.kill(os.getpid(), signal.SIGKILL)
@@ -138,8 +140,8 @@ def test_a_server_for_suspects_that_has_died_is_replaced() -> None:
         """
         launching.fork_ahead(lambda: None)
         config = tasklib.Config("postgresql:///nowhere")
-        processes = Processes(
-            config, DatabaseClock(), lambda *_: None, threading.Event(), Witness(), for_suspects=True
+        processes = IsolatedProcesses(
+            config, DatabaseClock(), lambda *_: None, threading.Event(), WorkerObserver(), for_suspects=True
         )
         processes.start([], [suspect_tasks.attend])
         wait_until(processes.is_ready)

@@ -10,12 +10,14 @@ import psycopg
 import pytest
 from psycopg.types.json import Json
 
-from tests.raw_sql import literal
+from tests.support.raw_sql import literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 SECRET = "the-secret-4711"
 # Of every parameter of a submit: what is out of all bounds, and what only SQL can give.

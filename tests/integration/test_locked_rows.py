@@ -10,17 +10,19 @@ import psycopg
 import pytest
 
 import tasklib
-from tasklib.worker.finisher import Finisher
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, running, wait_final
+from tasklib.worker.finish_loop import FinishLoop
+from tests.support.working import ManualWorker, get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from uuid import UUID
 
+    from tasklib.runtime.session import Session
     from tasklib.worker.execution import Execution
-    from tasklib.worker.session import Session
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 
 @contextlib.contextmanager
@@ -117,21 +119,21 @@ def test_one_that_must_be_marked_first_waits_for_its_row_alone(
     ran: list[str] = []
     once = tasklib.task(name="once", on_crash="fail")(lambda: ran.append("once"))
     other = tasklib.task(name="other")(lambda: ran.append("other"))
-    really = Finisher.mark
+    really = FinishLoop.mark
     with psycopg.connect(database_url) as holder:
 
-        def lock_and_mark(self: Finisher, executions: Sequence[Execution], session: Session) -> dict[UUID, bool]:
+        def lock_and_mark(self: FinishLoop, executions: Sequence[Execution], session: Session) -> dict[UUID, bool]:
             """Between the claim, which would pass over a locked row, and the mark."""
             holder.execute(
                 "select from tasklib.tasks where id = any(%s) for update", [[each.id for each in executions]]
             )
-            monkeypatch.setattr(Finisher, "mark", really)
+            monkeypatch.setattr(FinishLoop, "mark", really)
             return really(self, executions, session)
 
-        monkeypatch.setattr(Finisher, "mark", lock_and_mark)
+        monkeypatch.setattr(FinishLoop, "mark", lock_and_mark)
         with running(config):
             task_id = client.submit_task(once)
-            wait_until(lambda: Finisher.mark is really, "its row is locked, and it could not be marked")
+            wait_until(lambda: FinishLoop.mark is really, "its row is locked, and it could not be marked")
             wait_final(client, client.submit_task(other))
             assert ran == ["other"]
             assert get(client, task_id).state == "claimed"

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tasklib
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 
 def forget_the_end(conn: Conn, worker_id: str | None, task_id: UUID, state: str) -> None:

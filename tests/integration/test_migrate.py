@@ -16,12 +16,14 @@ from psycopg import sql
 import tasklib
 from tasklib import migrate
 from tests.campaigns.migrators import kill_one, race, state_of
-from tests.raw_sql import NewDatabase, literal
-from tests.snapshot import snapshot
-from tests.waiting import wait_until
+from tests.support.raw_sql import NewDatabase, literal
+from tools.schema_snapshot import snapshot
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.postgres_versions
 
 
 def test_first_use_makes_the_schema(new_database: NewDatabase) -> None:

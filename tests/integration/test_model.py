@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 )
 
 import tasklib
+from tasklib import outcomes
 from tasklib.duties.reaper import Reaper
 from tasklib.outcomes import (
     Cancelled,
@@ -48,18 +49,21 @@ from tasklib.outcomes import (
     decide,
 )
 from tasklib.retry import Fixed
+from tasklib.runtime.database_clock import DatabaseClock
+from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
+from tasklib.runtime.session import Session
 from tasklib.statements import Started, Statements, WorkerDescription, WorkerStatements, settlement_json
 from tasklib.submission import new_task, terms_of
-from tasklib.worker.claimer import lost_end
-from tasklib.worker.clock import DatabaseClock
-from tasklib.worker.session import Session
-from tests.waiting import wait_until
+from tasklib.worker.reconciliation import lost_end
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from uuid import UUID
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 T = TypeVar("T")
 EXAMPLES = int(os.environ.get("TASKLIB_MODEL_EXAMPLES", "80"))
@@ -71,6 +75,7 @@ PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
 HOUR = timedelta(hours=1)
 RETRY_SECONDS = 1800.0
 SNOOZE_SECONDS = 5400.0
+FREE_RUN_SECONDS = 2700.0  # instead of 1 to 30 s, which may pass while the test runs
 TIMEOUT_SECONDS = 1200.0
 BURY_AFTER = 2
 TIMEOUT_DELTA_SECONDS = 10.0
@@ -202,11 +207,17 @@ class ModelTask:
             case Interrupted(began=True) if self.on_crash == "fail":
                 self._end("failed", "INTERRUPTED", outcome="INTERRUPTED")
             case Interrupted(began):
-                self._wait(None, outcome="INTERRUPTED" if began else None, suspect=self.suspect)
+                until = now + timedelta(seconds=FREE_RUN_SECONDS) if began and self._has_run_free_often() else None
+                self._wait(until, outcome="INTERRUPTED" if began else None, suspect=self.suspect)
             case Expired():
                 self._end("expired", "EXPIRED", outcome=None)
             case _:
                 raise AssertionError(outcome)
+
+    def _has_run_free_often(self) -> bool:
+        """Without this run, as it was when it was claimed."""
+        attempts = self.attempt - (self.state == "running")
+        return attempts - self.retry_count >= outcomes.PROMPT_FREE_RUNS
 
     def crash(self, now: datetime, *, worker_is_alive: bool) -> None:
         was_running = self.state == "running"
@@ -826,10 +837,15 @@ def _server_is_older_than(conn: Conn, seconds: float) -> bool:
 
 
 @pytest.mark.slow
-def test_the_database_does_what_the_model_says(stage: Stage) -> None:
+def test_the_database_does_what_the_model_says(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever clients, workers, crashes and the clock do, in any order, the tables and the model agree after each
     step, and every task that a worker holds is in a claim.
     """
+
+    def delay_of_free_run(task: HeldTask, prompt_runs: int) -> float:
+        return FREE_RUN_SECONDS if outcomes.free_runs(task) >= prompt_runs else 0.0
+
+    monkeypatch.setattr(outcomes, "delay_of_free_run", delay_of_free_run)
     machine: Any = functools.partial(QueueMachine, stage)
     run_state_machine_as_test(
         machine,
@@ -868,10 +884,20 @@ def test_a_cancel_that_the_worker_has_not_heard_of_is_not_forgotten(
     """It was answered with "asked": the task must not run again, though its worker settled it before it heard."""
     now = datetime.now(UTC)
     assert stage.workers.run(stage.client.cancel(task.id, "ordered twice")) == "asked"
-    settlement = settlement_json(task, decide(task, outcome, now, RULES), started_at=now, finished_at=now)
-    assert stage.workers.run(stage.statements.settle("worker-1", [settlement])) == [task.id]
+    decided = Decided(task, decide(task, outcome, now, RULES), None)
+    assert RecoveryWriter(stage.workers, stage.statements).recover("worker-1", [decided], now) == 1
     row = _row(stage, task)
     assert (row.state, row.error_code, row.error) == ("cancelled", "CANCELLED", "Cancelled: ordered twice")
+
+
+def test_a_cancel_after_the_decision_keeps_the_claim(stage: Stage, task: HeldTask) -> None:
+    """The statement leaves the task as it is. If its worker dies before it has decided again, the claim is needed."""
+    now = datetime.now(UTC)
+    ((_, claim_id),) = stage.workers.run(stage.statements.held("worker-1"))
+    assert stage.workers.run(stage.client.cancel(task.id, None)) == "asked"
+    snoozed = settlement_json(task, decide(task, Snoozed(60.0), now, RULES), started_at=now, finished_at=now)
+    assert stage.workers.run(stage.statements.settle("worker-1", [snoozed], [claim_id])) == []
+    assert [claim for _, claim in stage.workers.run(stage.statements.held("worker-1"))] == [claim_id]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ import pytest
 
 import tasklib
 from tasklib import embedded
-from tasklib.worker import loop, settler
-from tasklib.worker.session import Session
-from tests.proxy import CuttingProxy
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tasklib.runtime import loop
+from tasklib.runtime.session import Session
+from tasklib.worker import unwritten
+from tests.support.proxy import CuttingProxy
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 
 class Server:
@@ -77,15 +78,15 @@ def test_an_outcome_reached_during_an_outage_is_kept(server: Server, mode: str) 
         wait_until(lambda: len(ran) == 2, "both to begin")
         server.stop(mode)
         release.set()
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: not crew.buffer.executing() and not crew.finisher.settler.is_empty, "both to end")
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: not run.buffer.executing() and not run.finish_loop.outcome_writer.is_empty, "both to end")
         server.start()
         later = client.submit(job.new(n=7))
         for task_id in [*held, later]:
             assert wait_final(client, task_id).state == "completed"
         assert worker.worker_id == worker_id
-        assert all(loop.is_alive() for loop in crew.loops.values())
+        assert all(loop.is_alive() for loop in run.loops.values())
     assert sorted(ran) == [0, 1, 7]
 
 
@@ -119,7 +120,7 @@ def test_a_worker_waits_for_a_database_that_is_not_there_yet(server: Server) -> 
         worker = tasklib.TaskWorker(config)
         thread = threading.Thread(target=worker.run_sync)
         thread.start()
-        wait_until(lambda: worker._crew is not None, "the start")
+        wait_until(lambda: worker._run is not None, "the start")
         server.start()
         assert ran.wait(20)
         worker.stop()
@@ -163,9 +164,9 @@ def test_a_worker_that_cannot_renew_starts_nothing_and_stops_what_runs(
             # A lock that renewals wait for, and nothing else does.
             blocker.execute("select 1 from tasklib.workers where worker_id = %s for update", [first_id])
             wait_until(lambda: bool(stopped), "the task to be told to stop")
-            crew = worker._crew
-            assert crew is not None
-            assert not crew.claimer.may_start()
+            run = worker._run
+            assert run is not None
+            assert not run.reconciliation.may_start()
             assert get(client, task_id).worker_id in {first_id, None}
         assert stopped == ["StopInterrupt"]
         wait_until(lambda: "lease.expired" in caplog.text, "the error")
@@ -323,13 +324,13 @@ def test_an_end_that_waits_for_a_row_keeps_nobody_waiting(
     """It is tried again and again, and never waited for: each time that would be a second in which nothing else is
     written.
     """
-    monkeypatch.setattr(settler, "BLOCKED_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(unwritten, "BLOCKED_PAUSE_SECONDS", 0.1)
     refused: list[str] = []
     run = Session.run
 
-    def noting(self: Session, statement: Any) -> Any:
+    def noting(self: Session, statement: Any, lock_seconds: float | None = None) -> Any:
         try:
-            return run(self, statement)
+            return run(self, statement, lock_seconds)
         except psycopg.errors.LockNotAvailable:
             refused.append(self._role)
             raise
@@ -358,7 +359,7 @@ def test_ends_that_are_blocked_later_do_not_keep_back_the_first(
     """Somebody who locks row after row. Each is waited for a tenth of a second: all of them for longer than the first
     is set aside.
     """
-    monkeypatch.setattr(settler, "BLOCKED_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(unwritten, "BLOCKED_PAUSE_SECONDS", 0.2)
     with running(config, concurrency=12):
         held = hold(10)
         for each in held:

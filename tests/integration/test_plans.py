@@ -11,13 +11,16 @@ import pytest
 import tasklib
 from tasklib import migrate
 from tasklib.sql import queries
-from tests.raw_sql import Conn, NewDatabase, literal
-from tests.waiting import wait_until
+from tests.support.raw_sql import Conn, NewDatabase, literal
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own"),
+]
 
 # Mostly completed, one in a thousand failed, the newest thousand pending; five names, one of them rare. Ids grow with
 # time, as those of uuid7() do, which would take twice as long as all the rest.

@@ -17,22 +17,23 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib import embedded, migrate
-from tasklib.connection import BoundedConnection, WatchedConnection, connection_string
+from tasklib.connection import BoundedAsyncConnection, BoundedConnection
+from tasklib.connection_string import connection_string
 from tasklib.database import Database
+from tasklib.runtime.session import Session
 from tasklib.statements import Statement
 from tasklib.worker import listener
-from tasklib.worker.session import Session
-from tests.pooler import PROGRAM, WHY_NOT, pgbouncer
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tests.support.pooler import PROGRAM, WHY_NOT, pgbouncer
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.pooler import Pooler
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.pooler import Pooler
+    from tests.support.raw_sql import Conn, NewDatabase
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
 
@@ -95,7 +96,7 @@ def test_a_pooler_is_known_by_the_process_id_that_it_makes_up(config: tasklib.Co
     for each, is_pooled in ((config, True), (tasklib.Config(direct_url), False)):
         database = Database(each)
         database.run(answer)
-        with database._pools().sync_pool().connection() as sync:
+        with database._process().pools.sync_pool().connection() as sync:
             assert (sync.is_pooled, sync.prepare_threshold is None) == (is_pooled, is_pooled)
         database.close()
         assert asyncio.run(pooled_async(each)) == (is_pooled, is_pooled)
@@ -106,7 +107,7 @@ def test_a_pooler_is_known_by_the_process_id_that_it_makes_up(config: tasklib.Co
 
 async def pooled_async(config: tasklib.Config) -> tuple[bool, bool]:
     database = Database(config)
-    pool = (await database._pools().loop_pool()).pool
+    pool = (await database._process().pools.loop_pool()).pool
     async with pool.connection() as conn:
         found = conn.is_pooled, conn.prepare_threshold is None
     await database.close_async()
@@ -298,10 +299,10 @@ def test_a_deaf_listener_leaves_the_work_to_the_poll(
         addresses = {"nowhere else": None, "the pooler": url, "another database": tasklib_postgres.dsn}
         config = tasklib.Config(url, listen_database_url=addresses[listen_at])
         with caplog.at_level(logging.WARNING, "tasklib"), running(config) as worker:
-            crew = worker._crew
-            assert crew is not None
-            beats = crew.loops["listen"].beats
-            wait_until(lambda: crew.loops["listen"].beats > beats + 3, "it to be tried again")
+            run = worker._run
+            assert run is not None
+            beats = run.loops["listen"].beats
+            wait_until(lambda: run.loops["listen"].beats > beats + 3, "it to be tried again")
             client.submit_task("job")
             assert ran.wait(20)
         assert warnings_of_deafness(caplog) == 1
@@ -381,4 +382,4 @@ def test_the_connection_string_sends_nothing_that_a_pooler_refuses(config: taskl
 
 
 async def connect_and_close(dsn: str) -> None:
-    await (await WatchedConnection.connect(dsn)).close()
+    await (await BoundedAsyncConnection.connect(dsn)).close()

@@ -19,15 +19,15 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import tasklib
-from tasklib import connection, waiting
-from tests.waiting import wait_until
-from tests.working import ManualWorker, running
+from tasklib import sending, waiting
+from tests.support.working import ManualWorker, running
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 
 @pytest.fixture
@@ -411,7 +411,7 @@ def test_a_notification_that_comes_with_an_answer_is_heard(
     tasklib.task(name="job")(lambda: None)
     first, second = client.submit_task("job"), client.submit_task("job")
     looks: list[Any] = []
-    send = connection.send_alone
+    send = sending.send_alone
 
     def send_slowly(conn: Any, statement: Any) -> Any:
         found = send(conn, statement)

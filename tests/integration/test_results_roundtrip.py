@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from tasklib.errors import InvalidResult, InvalidTaskDefinition
 from tasklib.handles import result_of
 from tasklib.task import TaskFunction
-from tasklib.worker.results import encode_result
+from tasklib.worker.result_encoding import encode_result
 from tests.integration.test_arguments_roundtrip import (
     HOSTILE,
     TYPED,
@@ -37,6 +37,8 @@ from tests.integration.test_arguments_roundtrip import (
 
 if TYPE_CHECKING:
     from tasklib.results import ResultSchema
+
+pytestmark = pytest.mark.postgres_versions
 
 Jsonb = Callable[[str], str]
 examples = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,18 +11,18 @@ import psycopg
 import pytest
 
 import tasklib
-from tasklib import embedded, migrate
+from tasklib import embedded, migrate, outcomes
+from tasklib.outcomes import MOST_FREE_RUNS
 from tasklib.registry import default_registry
-from tasklib.worker import runners
-from tests.hog import all_connections
-from tests.waiting import wait_until
-from tests.working import get, running, wait_final
+from tests.support.used_up_connections import all_connections
+from tests.support.working import get, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 kinds = pytest.mark.parametrize("kind", ["sync", "async", "process"])
 
@@ -31,9 +31,9 @@ kinds = pytest.mark.parametrize("kind", ["sync", "async", "process"])
 def tasks() -> Iterator[ModuleType]:
     """Imported for this module alone: other tests' workers would start a fork server for them."""
     functions = dict(default_registry._functions)
-    yield importlib.import_module("tests.scarce_tasks")
+    yield importlib.import_module("tests.support.scarce_tasks")
     default_registry._functions = functions
-    del sys.modules["tests.scarce_tasks"]
+    del sys.modules["tests.support.scarce_tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_what_must_not_run_twice_does_not_run_twice_for_a_connection(
 def test_a_worker_that_stops_does_not_wait_for_connections(
     client: tasklib.Client, conn: Conn, tasks: ModuleType, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who waits for one is interrupted like all others, and goes back at no cost."""
+    """A task that waits for one is interrupted like all others, and goes back at no cost."""
     write = tasks.KINDS[kind].options(max_retries=0)
     with contextlib.ExitStack() as until_the_end, working(client, grace_seconds=0.1):
         until_the_end.enter_context(all_connections(client.config.database_url))
@@ -157,7 +157,7 @@ def test_a_database_that_never_comes_back_is_the_tasks_own_fault(
     client: tasklib.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be another one, of the task's own: then the error counts like any other, after ten runs for free."""
-    monkeypatch.setattr(runners, "LONGEST_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(outcomes, "LONGEST_DELAY_SECONDS", 0.0)
 
     @tasklib.task(max_retries=0)
     def ask() -> None:
@@ -165,7 +165,7 @@ def test_a_database_that_never_comes_back_is_the_tasks_own_fault(
 
     with working(client):
         task = wait_final(client, client.submit(ask.new()), seconds=60)
-    assert (task.state, task.error_code, task.attempt) == ("failed", "DatabaseUnavailable", runners.MOST_FREE_RUNS + 1)
+    assert (task.state, task.error_code, task.attempt) == ("failed", "DatabaseUnavailable", MOST_FREE_RUNS + 1)
 
 
 @pytest.mark.parametrize("options", [{"no_retry_on": (tasklib.TasklibError,)}, {"retry_on": (ValueError,)}])

@@ -10,12 +10,15 @@ import pytest
 from psycopg import errors
 
 import tasklib
-from tasklib.sql import queries
+from tasklib.outcomes import HeldTask
+from tasklib.sql import columns, queries
 from tasklib.statements import MAX_LIST_LIMIT
 from tasklib.states import TRANSITIONS, UNSUCCESSFUL, State
 from tasklib.submission import _SQL_DEFAULTS
-from tests.raw_sql import Conn, literal
-from tests.snapshot import SNAPSHOT, snapshot
+from tests.support.raw_sql import Conn, literal
+from tools.schema_snapshot import SNAPSHOT, snapshot
+
+pytestmark = pytest.mark.postgres_versions
 
 FINAL = "completed_at => now()"
 COLUMNS_OF_TASKLIB = (
@@ -63,7 +66,19 @@ def test_vacuum_keeps_pace_with_what_changes_all_the_time(conn: Conn, table: str
 
 @pytest.mark.parametrize(
     "noun",
-    ["tasks", "workers", "claims", "crashes", "elections", "janitor", "worker_states", "testing", "doorbell", "doctor"],
+    [
+        "tasks",
+        "workers",
+        "claims",
+        "outcomes",
+        "crashes",
+        "elections",
+        "janitor",
+        "worker_states",
+        "testing",
+        "doorbell",
+        "doctor",
+    ],
 )
 def test_every_named_query_can_be_prepared(conn: Conn, noun: str) -> None:
     """A query that names a missing column fails here, not in production."""
@@ -90,16 +105,22 @@ def test_transitions_only_name_states_and_leave_completed_tasks_alone() -> None:
 
 def test_a_record_has_every_column(conn: Conn) -> None:
     """Task, the queries and the table agree; the original columns come first. The limit is the one that SQL knows."""
-    columns = {row[0] for row in conn.execute(
+    in_the_table = {row[0] for row in conn.execute(
         "select attname from pg_attribute where attrelid = 'tasklib.tasks'::regclass and attnum > 0"
     )}  # fmt: skip
     names = [field.name for field in fields(tasklib.Task)]
-    assert set(names) == columns
+    assert set(names) == in_the_table
     assert tuple(names[:19]) == COLUMNS_OF_TASKLIB
-    for query in ("get", "list", "list_unsuccessful"):
-        selected = queries("tasks", "tasklib")[query].rsplit("select", 1)[1].split("from", 1)[0]
-        assert [word.split(" as ")[-1].strip() for word in selected.split(",")] == names
-        assert query == "get" or f"limit {MAX_LIST_LIMIT}\n" in queries("tasks", "tasklib")[query]
+    assert columns("task_columns") == names
+    for query in ("list", "list_unsuccessful"):
+        assert f"limit {MAX_LIST_LIMIT}\n" in queries("tasks", "tasklib")[query]
+
+
+def test_a_held_task_has_the_columns_of_its_queries() -> None:
+    """`held_columns` are read in this order, and a claim answers what else a worker needs to know of a task."""
+    assert columns("held_columns") == [*HeldTask._fields]
+    known_to_the_worker = {"queue", "state", "worker_id", "claimed_at", "started_at", "cancel_asked_at"}
+    assert {*HeldTask._fields} - {*columns("claimed_columns")} == known_to_the_worker
 
 
 def test_a_raw_insert_gets_right_defaults(conn: Conn) -> None:

@@ -11,19 +11,23 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib.duties.standstill import Standstill
+from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
-from tasklib.worker.session import Session
-from tests.raw_sql import literal
-from tests.working import ManualWorker
+from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 pytestmark = pytest.mark.direct("roles and policies are the server's")
 
 ROLE = "hidden_from"
+MAKE_OLD = """
+update tasklib.tasks set (created_at, scheduled_at) = (now() - hour, now() - hour)
+  from (values (interval '1 hour')) as one (hour)
+"""
 
 
 @pytest.fixture
@@ -108,26 +112,29 @@ def test_what_is_no_standstill(conn: Conn, session: Session) -> None:
 
 
 @pytest.mark.parametrize("queues", [None, ["default"]])
-def test_a_new_task_is_not_locked_by_the_look(
+def test_only_a_task_that_was_seen_before_is_locked_by_the_look(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, session: Session, queues: list[str] | None
 ) -> None:
     """A claim passes over what is locked: a worker that looks for its first task at that moment would go to sleep, and
-    run_until_empty() would end. An old one is locked, and free again afterwards.
+    run_until_empty() would end. The age alone is not enough: `travel` makes tasks old that become ready only now.
     """
-    client.submit_task("job")
-    statement = WorkerStatements(config).has_lockable(queues, 10.0)
+    statements = WorkerStatements(config)
     with contextlib.closing(ManualWorker(config, "worker")) as worker:
-        session.connection().execute("begin")
-        assert session.run(statement)
-        assert len(worker.claim("job")) == 1
-        session.connection().execute("rollback")
+        for is_old in (False, True):
+            task_id = client.submit_task("job")
+            if is_old:
+                conn.execute(MAKE_OLD)
+            session.connection().execute("begin")
+            can_claim, seen = session.run(statements.lockable(queues, 10.0, None))
+            assert (can_claim, seen) == (not is_old, [task_id])
+            assert len(worker.claim("job")) == 1
+            session.connection().execute("rollback")
         client.submit_task("job")
-        conn.execute(
-            "update tasklib.tasks set (created_at, scheduled_at) = (now() - hour, now() - hour)"
-            " from (values (interval '1 hour')) as one (hour)"
-        )
+        conn.execute(MAKE_OLD)
+        assert session.run(statements.lockable(queues, 10.0, seen))[0]  # the other one was claimed
+        _, seen = session.run(statements.lockable(queues, 10.0, None))
         session.connection().execute("begin")
-        assert session.run(statement)
+        assert session.run(statements.lockable(queues, 10.0, seen))[0]
         assert worker.claim("job") == []
         session.connection().execute("rollback")
         assert len(worker.claim("job")) == 1

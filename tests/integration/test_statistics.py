@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -16,20 +17,22 @@ from tasklib.duties.janitor import Janitor, Retention
 from tasklib.duties.rollups import Rollups
 from tasklib.duties.statements import KeeperStatements
 from tasklib.outcomes import Completed, Failed, Problem, Settlement
+from tasklib.runtime.metrics import SECONDS, Counts, histogram
+from tasklib.runtime.session import Session
 from tasklib.statements import settlement_json
 from tasklib.states import State
 from tasklib.statistics import StatisticsStatements
-from tasklib.worker.session import Session
-from tasklib.worker.tally import SECONDS, Counts, histogram
-from tests.explain import explain
-from tests.raw_sql import literal
-from tests.waiting import wait_until
-from tests.working import ManualWorker, running
+from tests.support.explain import explain
+from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker, running
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 NOTHING = (0, 0, 0, 0, 0)
 
@@ -301,18 +304,20 @@ def test_a_worker_writes_down_what_became_of_its_tasks(client: tasklib.Client, c
     def divide(by: int) -> float:
         return 1 / by
 
+    began = time.monotonic()
     for by in (0, 1, 2, 4):
         client.submit(divide.new(by))
     with running(config):
         wait_until(lambda: counts(client) == NOTHING, "all to be done")
+    elapsed = time.monotonic() - began
     (found,) = client.task_statistics(60)
     assert (found.name, found.attempts, found.completed, found.failed, found.retried) == ("divide", 4, 3, 1, 0)
     assert 0 < found.per_second <= 4
     assert found.average_seconds is not None
-    assert 0 < found.average_seconds < 5
+    assert 0 < found.average_seconds <= elapsed
     assert found.p95_wait_seconds is not None
     assert found.average_wait_seconds is not None
-    assert 0 <= found.average_wait_seconds < 20
+    assert 0 <= found.average_wait_seconds <= elapsed
 
 
 def noted(config: tasklib.Config, session: Session, name: str, seconds: list[float], waits: list[float]) -> None:

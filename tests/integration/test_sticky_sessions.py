@@ -10,15 +10,15 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tasklib.worker import session
-from tests.raw_sql import literal
-from tests.waiting import wait_until
-from tests.working import running, wait_final
+from tasklib.runtime import session
+from tests.support.raw_sql import literal
+from tests.support.working import running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.raw_sql import Conn, NewDatabase
+    from tests.support.raw_sql import Conn, NewDatabase
 
 pytestmark = pytest.mark.direct("is about the server's own sessions; behind a pooler they are the pooler's")
 

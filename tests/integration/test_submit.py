@@ -15,10 +15,12 @@ from psycopg.rows import dict_row
 
 import tasklib
 from tasklib.statements import BATCH_ROWS
-from tests.raw_sql import Conn, literal
+from tests.support.raw_sql import Conn, literal
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.postgres_versions
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Suspects: what was executing when its worker died. They start soon, beside any load, and can harm nobody."""
+"""Suspects: tasks that executed when their worker died. They start soon, beside any load, and harm no other task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 import tasklib
 from tasklib.worker import hooks
-from tasklib.worker.processes import SuspectLimits
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tasklib.worker.isolation.suspect_limits import SuspectLimits
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib import TaskWorker
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 
 @pytest.fixture
 def tasks() -> Iterator[ModuleType]:
     """Imported for one test alone: its hooks would run in the workers of others."""
     start, stop = list(hooks._on_start), list(hooks._on_stop)
-    yield importlib.import_module("tests.suspect_tasks")
+    yield importlib.import_module("tests.support.suspect_tasks")
     hooks._on_start[:], hooks._on_stop[:] = start, stop
-    del sys.modules["tests.suspect_tasks"]
+    del sys.modules["tests.support.suspect_tasks"]
 
 
 @contextlib.contextmanager
@@ -108,13 +108,13 @@ def test_suspects_have_processes_of_their_own_where_a_worker_is_not_empty(
         assert len(pids) == 3
         assert os.getpid() not in pids
         assert get(client, long).state == "running"
-        assert wait_final(client, client.submit_task(tasks.surroundings)).state == "completed"
+        assert wait_final(client, client.submit_task(tasks.task_context)).state == "completed"
         door.touch()
         assert (wait_final(client, long).result or {})["value"] == os.getpid()
     assert {(task.suspect, task.crash_count, task.strikes) for task in found} == {(False, 1, 0)}
 
 
-@pytest.mark.parametrize("name", ["surroundings", "surroundings_async"])
+@pytest.mark.parametrize("name", ["task_context", "surroundings_async"])
 def test_a_suspect_in_a_process_finds_what_it_finds_in_its_worker(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, tasks: ModuleType, tmp_path: Path, name: str
 ) -> None:
@@ -198,9 +198,9 @@ def test_a_suspect_that_no_other_process_can_run_waits_for_an_empty_worker(
         long = client.submit_task(tasks.wait_for, str(door))
         wait_until(lambda: get(client, long).state == "running", "the long one runs")
         (suspect,) = submit_suspects(client, conn, nested.new())
-        crew = worker._crew
-        assert crew is not None
-        wait_until(lambda: "nested" in crew.processes._not_found, "it was tried in a process", seconds=60)
+        run = worker._run
+        assert run is not None
+        wait_until(lambda: "nested" in run.processes._not_found, "it was tried in a process", seconds=60)
         door.touch()
         found = wait_final(client, suspect)
         wait_final(client, long)
@@ -211,7 +211,7 @@ def test_a_suspect_that_no_other_process_can_run_waits_for_an_empty_worker(
 def test_the_death_of_a_worker_is_no_strike_for_a_suspect_in_a_process(
     client: tasklib.Client, conn: Conn, config: tasklib.Config
 ) -> None:
-    """It was not alone there: who dies beside others is not guilty. The next time it is a suspect again."""
+    """It was not alone there, and a death beside others is no strike. The next time it is a suspect again."""
     quick = tasklib.Config(config.database_url, lease_seconds=0.3)
     job = tasklib.task(name="job")(lambda: None)
     (suspect,) = submit_suspects(client, conn, job.new())
@@ -255,17 +255,17 @@ def test_a_server_for_suspects_is_stopped_when_it_is_no_longer_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes as much memory as a worker. Where no function asks for a process, none is started before a suspect."""
-    monkeypatch.setattr("tasklib.worker.processes.UNUSED_SECONDS", 0.3)
+    monkeypatch.setattr("tasklib.worker.isolation.processes.UNUSED_SECONDS", 0.3)
     door = tmp_path / "door"
     with containing(config, tasks, concurrency=2) as worker:
-        crew = worker._crew
-        assert crew is not None
-        assert crew.processes._server is None
+        run = worker._run
+        assert run is not None
+        assert run.processes._server is None
         long = client.submit_task(tasks.wait_for, str(door))
         wait_until(lambda: get(client, long).state == "running", "the long one runs")
-        (suspect,) = submit_suspects(client, conn, tasks.surroundings.new())
+        (suspect,) = submit_suspects(client, conn, tasks.task_context.new())
         wait_final(client, suspect, seconds=60)
-        wait_until(lambda: crew.processes._server is None, "the server is gone")
+        wait_until(lambda: run.processes._server is None, "the server is gone")
         door.touch()
         wait_final(client, long)
     wait_until(lambda: not any(each.name == "tasklib-unused" for each in threading.enumerate()), "it has ended")

@@ -23,18 +23,18 @@ from pydantic import BaseModel
 import tasklib
 from tasklib.duties.expirer import Expirer
 from tasklib.registry import default_registry
+from tasklib.runtime.database_clock import DatabaseClock
 from tasklib.testing import Queue, TasksFailed, run_inline
-from tasklib.worker.clock import DatabaseClock
-from tests.invariants import AT_ANY_TIME, violations
-from tests.raw_sql import literal
-from tests.waiting import wait_until
+from tests.support.invariants import AT_ANY_TIME, violations
+from tests.support.raw_sql import literal
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tasklib.embedded import EmbeddedPostgres
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 TIMES = ("created_at", "scheduled_at", "next_retry_at", "expires_at", "due_at")
@@ -203,7 +203,7 @@ def test_arguments_that_no_submit_would_take_are_refused(tasklib_queue: Queue) -
     """A typo in a test must not read as "was not submitted"."""
     with pytest.raises(tasklib.InvalidArguments, match="where"):
         tasklib_queue.assert_not_submitted(ship, where="York")
-    with pytest.raises(tasklib.InvalidOptions, match="of which task"):
+    with pytest.raises(tasklib.InvalidOptions, match="name the task"):
         tasklib_queue.submitted(to="York")
     with pytest.raises(tasklib.TaskNotRegistered, match="no task function"):
         tasklib_queue.submitted(print)  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ def test_the_error_lists_what_was_submitted_instead(tasklib_queue: Queue) -> Non
 
 def test_the_error_of_an_empty_queue_says_so(tasklib_queue: Queue) -> None:
     """A commit that was forgotten is the usual reason."""
-    with pytest.raises(AssertionError, match=r"testing\.add was not submitted\. Nothing was, or it is not committed"):
+    with pytest.raises(AssertionError, match=r"testing\.add was not submitted\. Nothing was submitted, or it is not"):
         tasklib_queue.assert_submitted(add)
 
 

@@ -9,8 +9,10 @@ import pytest
 
 import tasklib
 from tasklib import TaskWorker
-from tests.raw_sql import Conn, literal
-from tests.working import get, sleep_on
+from tests.support.raw_sql import Conn, literal
+from tests.support.working import get, sleep_on
+
+pytestmark = pytest.mark.postgres_versions
 
 
 def heard(listener: Conn) -> Counter[tuple[str, str]]:

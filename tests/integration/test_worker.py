@@ -25,12 +25,13 @@ import tasklib
 from tasklib import TaskWorker
 from tasklib.duties.promoter import Promoter
 from tasklib.statements import Place
-from tasklib.worker import buffer, finisher, hooks, settler
-from tasklib.worker.claimer import Claimer
+from tasklib.worker import buffer, finish_loop, hooks, unwritten
+from tasklib.worker.claims import Claims
 from tasklib.worker.execution import Execution
-from tests.raw_sql import Conn, literal
-from tests.waiting import wait_until
-from tests.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tasklib.worker.preparation import Preparation
+from tests.support.raw_sql import Conn, literal
+from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -431,10 +432,10 @@ def test_a_blocked_loop_does_not_block_the_worker(client: tasklib.Client, config
     task_id = client.submit_task(rude)
     with running(quick, concurrency=2) as worker:
         assert blocking.wait(20)
-        crew = worker._crew
-        assert crew is not None
-        beats = crew.loops["lease"].beats
-        wait_until(lambda: crew.loops["lease"].beats > beats + 6, "two leases' worth of renewals")
+        run = worker._run
+        assert run is not None
+        beats = run.loops["lease"].beats
+        wait_until(lambda: run.loops["lease"].beats > beats + 6, "two leases' worth of renewals")
         client.submit_task("other")
         assert ran.wait(20)
         release.set()
@@ -446,7 +447,7 @@ def test_running_is_visible_soon(client: tasklib.Client, config: tasklib.Config)
     """`running` and `started_at`, for what lasts longer than 50 ms; nothing else wakes the worker for it. That it takes
     no more than 100 ms is judged by `dev.py soak daemon punctual`.
     """
-    assert finisher.MARK_AFTER_SECONDS == 0.05
+    assert finish_loop.MARK_AFTER_SECONDS == 0.05
     began, release = threading.Event(), threading.Event()
 
     @tasklib.task
@@ -811,9 +812,9 @@ def test_a_full_queue_does_not_starve_another(client: tasklib.Client, config: ta
     assert max(index for index, queue in enumerate(order) if queue == "small") < 60
 
 
-def test_long_tasks_are_not_hoarded(client: tasklib.Client, config: tasklib.Config, monkeypatch: Any) -> None:
+def test_tasks_behind_long_ones_go_back(client: tasklib.Client, config: tasklib.Config, monkeypatch: Any) -> None:
     """What waits behind a slot that does not get free goes back, and another worker runs it."""
-    monkeypatch.setattr(buffer, "HOARD_SECONDS", 0.1)
+    monkeypatch.setattr(buffer, "STUCK_SECONDS", 0.1)
     release = threading.Event()
     ran: list[str] = []
     job = tasklib.task(name="job")(lambda: ran.append("job"))
@@ -842,18 +843,18 @@ def test_ends_of_a_few_milliseconds_share_a_statement(
     client: tasklib.Client, config: tasklib.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each would cost more than the tasks."""
-    monkeypatch.setattr(finisher, "GATHER_SECONDS", 0.05)
+    monkeypatch.setattr(finish_loop, "GATHER_SECONDS", 0.05)
     job = tasklib.task(name="job")(lambda: time.sleep(0.005))
     worker = TaskWorker(config)
     written: list[float] = []
-    really = settler.Settler.write
+    really = unwritten.UnwrittenOutcomes.write
 
-    def note(self: settler.Settler) -> None:
-        assert worker._crew is not None
-        written.append(worker._crew.finisher._flushed_at)
+    def note(self: unwritten.UnwrittenOutcomes) -> None:
+        assert worker._run is not None
+        written.append(worker._run.finish_loop._flushed_at)
         really(self)
 
-    monkeypatch.setattr(settler.Settler, "write", note)
+    monkeypatch.setattr(unwritten.UnwrittenOutcomes, "write", note)
     client.submit_many([job.new() for _ in range(100)])
     worker.run_until_empty_sync()
     assert len(written) > 2
@@ -861,16 +862,16 @@ def test_ends_of_a_few_milliseconds_share_a_statement(
 
 
 def test_what_turns_out_to_be_long_is_left_to_others(client: tasklib.Client, config: tasklib.Config) -> None:
-    """A worker that has run short tasks holds many; each of these takes less than the half second of a hoard."""
+    """A worker that has run short tasks holds many. Each of these takes less than `STUCK_SECONDS`."""
     job = tasklib.task(name="job")(lambda seconds: time.sleep(seconds))  # noqa: PLW0108 - its parameter has a name
 
     with running(config) as first:
         for task_id in client.submit_many([job.new(seconds=0.0) for _ in range(50)]):
             wait_final(client, task_id)
         ids = client.submit_many([job.new(seconds=0.2) for _ in range(40)])
-        crew = first._crew
-        assert crew is not None
-        wait_until(lambda: len(crew.buffer.held()) == len(ids), "the first worker holds all of them")
+        run = first._run
+        assert run is not None
+        wait_until(lambda: len(run.buffer.held()) == len(ids), "the first worker holds all of them")
         with running(config, concurrency=20):
             for task_id in ids:
                 wait_final(client, task_id)
@@ -945,16 +946,16 @@ def test_a_suspect_that_was_left_for_another_task_does_not_wait_for_the_poll(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, queues: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the other task has ended before its claimer goes on."""
-    really = Claimer._add
+    really = Preparation.add
 
-    def add(self: Claimer, tasks: Any) -> None:
-        really(self, tasks)
+    def add(self: Preparation, executions: Any) -> None:
+        really(self, executions)
         wait_until(self._buffer.is_idle, "what was claimed has been settled")
 
     quick = tasklib.task(name="quick")(lambda: None)
     with running(config, concurrency=4, poll_interval_seconds=60, queues=["a", "b"]):
         wait_final(client, client.submit_task(quick, queue="a"))
-        monkeypatch.setattr(Claimer, "_add", add)
+        monkeypatch.setattr(Preparation, "add", add)
         with conn.transaction():
             other, suspect = (client.submit_task(quick, queue=queue, connection=conn) for queue in queues)
             conn.execute("update tasklib.tasks set suspect = true where id = %s", [suspect])
@@ -1087,9 +1088,9 @@ def test_a_delayed_task_is_not_late_where_claims_are_slower_than_tasks(
 ) -> None:
     """There is always room for more, and always more to claim: in between the worker does what else it has to."""
     order: list[str] = []
-    really = Claimer._claim
+    really = Claims._claim
 
-    def slow(self: Claimer, *args: Any, **options: Any) -> Any:
+    def slow(self: Claims, *args: Any, **options: Any) -> Any:
         time.sleep(0.05)
         return really(self, *args, **options)
 
@@ -1097,7 +1098,7 @@ def test_a_delayed_task_is_not_late_where_claims_are_slower_than_tasks(
     async def note(what: str) -> None:
         order.append(what)
 
-    monkeypatch.setattr(Claimer, "_claim", slow)
+    monkeypatch.setattr(Claims, "_claim", slow)
     client.submit_many([note.new(what="other") for _ in range(6_000)])
     with running(config, concurrency=100, buffer_size=100, poll_interval_seconds=0.1, duties=False):
         wait_until(lambda: len(order) > 200, "the worker is under way")
@@ -1118,9 +1119,9 @@ def test_a_delayed_task_is_not_forgotten_by_who_always_has_work(client: tasklib.
     with running(config, poll_interval_seconds=0.2) as worker:
         client.submit_task(note, what="first")
         wait_until(lambda: order == ["first"], "the worker has nothing to do")
-        assert worker._crew is not None
-        claimer = worker._crew.claimer
-        wait_until(lambda: claimer._promote_at == math.inf, "it knows of nothing that is due")
+        assert worker._run is not None
+        due = worker._run.claimer._due
+        wait_until(lambda: due.promote_at == math.inf, "it knows of nothing that is due")
         client.submit_many([note.new(what="other", seconds=0.01) for _ in range(2_000)])
         client.submit_task(note, what="delayed", delay_seconds=0.3, priority=5)
         wait_until(lambda: "delayed" in order, "the delayed one")
@@ -1328,7 +1329,7 @@ def test_what_expires_in_the_buffer_does_not_start(
     client: tasklib.Client, conn: Conn, config: tasklib.Config, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claimed in time, but its turn comes too late: expired, never begun."""
-    monkeypatch.setattr(buffer, "HOARD_SECONDS", 60)
+    monkeypatch.setattr(buffer, "STUCK_SECONDS", 60)
     began, release = threading.Event(), threading.Event()
     ran: list[int] = []
 

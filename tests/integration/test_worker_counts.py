@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tasklib
-from tasklib.worker.tally import Counts
+from tasklib.runtime.metrics import Counts
 from tests.integration.test_doorbell import wait_asleep
-from tests.waiting import wait_until
-from tests.working import running, wait_final
+from tests.support.working import running, wait_final
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.raw_sql import Conn
+    from tests.support.raw_sql import Conn
+
+pytestmark = pytest.mark.postgres_versions
 
 
-class Book:
+class Totals:
     """All that was counted, by word and labels."""
 
     def __init__(self) -> None:
-        self.tally = Counts()
+        self.metrics = Counts()
         self._numbers: dict[tuple[str, ...], float] = {}
 
     def of(self, *key: str) -> float:
-        for each, values in self.tally.take().items():
+        for each, values in self.metrics.take().items():
             self._numbers[each] = self._numbers.get(each, 0.0) + values[0]
         return self._numbers.get(key, 0.0)
 
@@ -41,8 +43,8 @@ def counted_work() -> None:
 
 
 @pytest.fixture
-def book() -> Book:
-    return Book()
+def book() -> Totals:
+    return Totals()
 
 
 # --- how tasks are found ---
@@ -50,10 +52,10 @@ def book() -> Book:
 
 @pytest.mark.direct("listens, which no pooler lets it do")
 def test_what_a_notification_woke_it_for_is_found_by_notification(
-    config: tasklib.Config, client: tasklib.Client, conn: Conn, book: Book
+    config: tasklib.Config, client: tasklib.Client, conn: Conn, book: Totals
 ) -> None:
     """The poll is half a minute away."""
-    with running(config, tally=book.tally, poll_interval_seconds=30):
+    with running(config, metrics=book.metrics, poll_interval_seconds=30):
         wait_asleep(conn)
         wait_final(client, client.submit_task(counted_work))
         book.wait_for("claimed", "default", "notification")
@@ -61,19 +63,19 @@ def test_what_a_notification_woke_it_for_is_found_by_notification(
 
 
 def test_what_nobody_told_it_of_is_found_by_the_poll(
-    config: tasklib.Config, client: tasklib.Client, book: Book
+    config: tasklib.Config, client: tasklib.Client, book: Totals
 ) -> None:
     """It does not listen. The first one may have been there before its first look, and be a backlog."""
-    with running(config, tally=book.tally, poll_interval_seconds=0.05, listen=False):
+    with running(config, metrics=book.metrics, poll_interval_seconds=0.05, listen=False):
         for _ in range(2):
             wait_final(client, client.submit_task(counted_work))
         book.wait_for("claimed", "default", "poll")
         assert book.of("claimed", "default", "notification") == 0
 
 
-def test_what_its_time_came_for_is_found_as_due(config: tasklib.Config, client: tasklib.Client, book: Book) -> None:
+def test_what_its_time_came_for_is_found_as_due(config: tasklib.Config, client: tasklib.Client, book: Totals) -> None:
     """The worker knows when that is."""
-    with running(config, tally=book.tally, poll_interval_seconds=30):
+    with running(config, metrics=book.metrics, poll_interval_seconds=30):
         wait_final(client, client.submit_task(counted_work, delay_seconds=0.3))
         book.wait_for("claimed", "default", "due")
 
@@ -82,7 +84,7 @@ def test_what_its_time_came_for_is_found_as_due(config: tasklib.Config, client: 
 
 
 def test_a_lease_that_was_given_away_and_a_write_that_was_refused_are_counted(
-    database_url: str, client: tasklib.Client, conn: Conn, book: Book
+    database_url: str, client: tasklib.Client, conn: Conn, book: Totals
 ) -> None:
     """The worker was given up for dead while it executed; and so is what it had to be taken back from it."""
     began, release = threading.Event(), threading.Event()
@@ -94,7 +96,7 @@ def test_a_lease_that_was_given_away_and_a_write_that_was_refused_are_counted(
             with contextlib.suppress(tasklib.StopInterrupt):  # it will not stop
                 release.wait(0.01)
 
-    with running(tasklib.Config(database_url, lease_seconds=1), tally=book.tally) as worker:
+    with running(tasklib.Config(database_url, lease_seconds=1), metrics=book.metrics) as worker:
         task_id = client.submit_task(job)
         assert began.wait(20)
         conn.execute("update tasklib.workers set died_at = clock_timestamp() where worker_id = %s", [worker.worker_id])
@@ -106,9 +108,9 @@ def test_a_lease_that_was_given_away_and_a_write_that_was_refused_are_counted(
     assert book.of("finished", "counted_job", "default", "completed") == 1
 
 
-def test_what_was_not_started_in_time_is_counted(config: tasklib.Config, client: tasklib.Client, book: Book) -> None:
+def test_what_was_not_started_in_time_is_counted(config: tasklib.Config, client: tasklib.Client, book: Totals) -> None:
     """It was to run tomorrow, and no later than now."""
     soon = datetime.now(UTC) + timedelta(seconds=0.2)
     client.submit_task(counted_work, scheduled_at=soon + timedelta(days=1), expires_at=soon)
-    with running(config, tally=book.tally):
+    with running(config, metrics=book.metrics):
         book.wait_for("expired")

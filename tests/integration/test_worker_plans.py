@@ -16,19 +16,23 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tasklib.connection import WORKER_SETTINGS, connection_string
+from tasklib.connection import WORKER_SETTINGS
+from tasklib.connection_string import connection_string
 from tasklib.duties.statements import KeeperStatements
+from tasklib.runtime.session import Session
 from tasklib.statements import Place, Started, WorkerStatements
 from tasklib.statistics import StatisticsStatements
-from tasklib.worker.session import Session
-from tests.explain import PLACE, Statistics, explain
-from tests.raw_sql import Conn, NewDatabase, literal
-from tests.waiting import wait_until
+from tests.support.explain import PLACE, Statistics, explain
+from tests.support.raw_sql import Conn, NewDatabase, literal
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-pytestmark = pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own")
+pytestmark = [
+    pytest.mark.postgres_versions,
+    pytest.mark.direct("asks for the plans of prepared statements, in sessions of its own"),
+]
 
 NAMES = ["name_0", "name_1", "name_2"]
 WORKER = "worker-0"

@@ -7,7 +7,7 @@ proof that the mistake in it is seen. Nothing here is run but the last function.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 from uuid import UUID
 
 from psycopg import AsyncConnection, Connection
@@ -59,10 +59,20 @@ async def verbs_are_typed(client: tasklib.Client, other: tasklib.AsyncClient) ->
     assert_type(await tasklib.submit_task(bare, to="a"), tasklib.TaskId)
     assert_type(tasklib.get_task(UUID(int=0)), tasklib.Task | None)
     assert_type(tasklib.list_tasks(state="failed", name="bare", limit=5, queue="mail"), list[tasklib.Task])
+    assert_type(tasklib.submit_task_sync(bare, to="a"), tasklib.TaskId)
+    assert_type(await tasklib.submit_many([bare.new("a")]), list[tasklib.TaskId])
+    assert_type(await tasklib.list_tasks_async(limit=5, queue="mail"), list[tasklib.Task])
+    assert_type(await tasklib.cancel_task_async(UUID(int=0), "why"), Literal["cancelled", "asked"] | None)
     assert_type(client.submit_many([bare.new("a")]), list[tasklib.TaskId])
+    assert_type(client.get_attempts(UUID(int=0)), list[tasklib.Attempt])
+    assert_type(await other.get_attempts(task_id=UUID(int=0)), list[tasklib.Attempt])
+    assert_type(await other.backlog(["mail"]), int)
     assert_type(await other.list_tasks(tags={"a": 1}), list[tasklib.Task])
     client.list_tasks(queu="mail")  # type: ignore[call-arg]
     client.submit(bare)  # type: ignore[arg-type]
+    client.get_task(1)  # type: ignore[arg-type]
+    await other.retry_task()  # type: ignore[call-arg]
+    tasklib.backlog(queue="mail")  # type: ignore[call-arg]
 
 
 async def handles_know_the_result(client: tasklib.Client, other: tasklib.AsyncClient) -> None:

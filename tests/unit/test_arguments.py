@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
 
 
 class Tree(BaseModel):
-    kids: "list[Tree]" = []
+    children: "list[Tree]" = []
 
 
 # Writes 1 as "1" and reads it as True, which Python calls equal.
@@ -306,7 +306,7 @@ def test_every_error_has_its_line() -> None:
         (Any, [",-1e5", {"a": 1.5e300}]),
         (OrderedDict[str, int], OrderedDict(a=1)),
         (Annotated[int, ["metadata without a hash"]], 1),
-        (Tree, Tree(kids=[Tree()])),
+        (Tree, Tree(children=[Tree()])),
     ],
 )
 def test_value_comes_back_with_its_type(annotation: Any, value: object) -> None:
@@ -592,7 +592,10 @@ def test_one_model_in_two_parameters() -> None:
 
     def function(one: Tree, two: list[Tree]) -> None: ...
 
-    assert call_of(function, Tree(), [Tree(kids=[Tree()])]) == ((), {"one": Tree(), "two": [Tree(kids=[Tree()])]})
+    assert call_of(function, Tree(), [Tree(children=[Tree()])]) == (
+        (),
+        {"one": Tree(), "two": [Tree(children=[Tree()])]},
+    )
 
 
 def test_json_schema_lists_the_parameters() -> None:

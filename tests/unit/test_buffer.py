@@ -1,4 +1,4 @@
-"""What a worker holds, without a database: who may start, what is handed back, and which claims have ended."""
+"""What a worker holds, without a database: what may start, what goes back, and which claims have ended."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tasklib.outcomes import HeldTask
 from tasklib.sql import queries
 from tasklib.statements import ClaimedTask
 from tasklib.worker import buffer as buffer_module
-from tasklib.worker.buffer import HOARD_SECONDS, LARGEST_BUFFER, LONE_PATIENCE_SECONDS, Buffer, wanted
+from tasklib.worker import unprepared as unprepared_module
+from tasklib.worker.buffer import LARGEST_BUFFER, STUCK_SECONDS, Buffer, wanted
 from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.execution import Execution
-from tests.waiting import wait_until
+from tasklib.worker.unprepared import DRAIN_SECONDS, PREPARE_FIRST_SECONDS, SUSPECT_PATIENCE_SECONDS
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +55,8 @@ def executions(count: int, **given: Any) -> list[Execution]:
     return [execution(**given) for _ in range(count)]
 
 
-def open_buffer(concurrency: int = 2) -> Buffer:
-    return Buffer(concurrency, lambda: True)
+def open_buffer(concurrency: int = 2, size: int | None = None) -> Buffer:
+    return Buffer(concurrency, lambda: True, size)
 
 
 class Clock:
@@ -70,7 +72,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(buffer_module, "time", made)
+    for module in (buffer_module, unprepared_module):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -109,56 +112,56 @@ def test_what_is_wanted_is_never_less_than_the_slots(
     assert concurrency <= count <= concurrency + (LARGEST_BUFFER if fixed is None else fixed)
 
 
-def test_room_counts_what_executes_and_what_waits() -> None:
+def test_capacity_counts_what_executes_and_what_waits() -> None:
     """What has ended and is not committed yet takes no slot."""
     buffer = open_buffer(3)
-    assert buffer.room(None) == 3
+    assert buffer.capacity() == 3
     buffer.add(executions(2))
-    assert buffer.room(None) == 1
+    assert buffer.capacity() == 1
     first = buffer.take(is_coroutine=False)
-    assert buffer.room(None) == 1
+    assert buffer.capacity() == 1
     assert first is not None
     buffer.done([(first, 1.0)])
-    assert buffer.room(None) == 2
+    assert buffer.capacity() == 2
 
 
-def rooms_as_tasks_end(buffer: Buffer, count: int, *, fixed: int) -> list[int]:
+def capacities_as_tasks_end(buffer: Buffer, count: int) -> list[int]:
     """How many more would be claimed after each."""
-    rooms = []
+    capacities = []
     for _ in range(count):
         taken = buffer.take(is_coroutine=False)
         assert taken is not None
         buffer.done([(taken, 0.001)])
-        rooms.append(buffer.room(fixed))
-    return rooms
+        capacities.append(buffer.capacity())
+    return capacities
 
 
-def test_room_opens_again_when_half_of_what_is_ahead_is_used_up() -> None:
+def test_there_is_capacity_again_when_half_of_what_is_ahead_is_used_up() -> None:
     """Claims are cheaper in batches."""
-    buffer = open_buffer(2)
-    buffer.add(executions(buffer.room(10)))
-    assert rooms_as_tasks_end(buffer, 8, fixed=10) == [0, 0, 0, 0, 0, 0, 7, 8]
+    buffer = open_buffer(2, size=10)
+    buffer.add(executions(buffer.capacity()))
+    assert capacities_as_tasks_end(buffer, 8) == [0, 0, 0, 0, 0, 0, 7, 8]
 
 
 def test_of_much_that_is_ahead_a_worthwhile_claim_is_enough() -> None:
-    """Who holds two thousand does not wait until a thousand are gone."""
-    buffer = open_buffer(concurrency=1)
-    buffer.add(executions(buffer.room(2_000)))
-    assert rooms_as_tasks_end(buffer, 501, fixed=2_000) == [0] * 500 + [501]
+    """A worker that holds two thousand tasks does not wait until a thousand are gone."""
+    buffer = open_buffer(1, size=2_000)
+    buffer.add(executions(buffer.capacity()))
+    assert capacities_as_tasks_end(buffer, 501) == [0] * 500 + [501]
 
 
 def test_a_full_claim_is_told_from_a_short_one() -> None:
     """The statement has a limit of its own. Beyond that one every claim would seem to be the last."""
-    limits = [int(each) for each in re.findall(r"limit (\d{3,})", queries("tasks", "tasklib")["claim"])]
+    limits = [int(each) for each in re.findall(r"limit (\d{3,})", queries("claims", "tasklib")["claim"])]
     assert limits
     assert min(limits) >= CLAIM_LIMIT
 
 
-def test_a_slot_with_nothing_to_run_makes_room() -> None:
+def test_a_slot_with_nothing_to_run_is_capacity() -> None:
     """However little is wanted ahead."""
-    buffer = open_buffer(4)
+    buffer = open_buffer(4, size=0)
     buffer.add(executions(3))
-    assert buffer.room(0) == 1
+    assert buffer.capacity() == 1
 
 
 # --- Slots -----------------------------------------------------------------------------------------------------------
@@ -199,7 +202,7 @@ def test_nothing_starts_while_it_may_not() -> None:
     may_start = False
     buffer = Buffer(2, lambda: may_start)
     buffer.add([execution(), execution(is_coroutine=True), execution(suspect=True)])
-    assert [buffer.take(is_coroutine=False), buffer.take(is_coroutine=True), buffer.next_careful()] == [None] * 3
+    assert [buffer.take(is_coroutine=False), buffer.take(is_coroutine=True), buffer.next_to_prepare()] == [None] * 3
 
 
 def test_what_is_dropped_leaves_its_slot_and_says_nothing_of_durations() -> None:
@@ -210,7 +213,7 @@ def test_what_is_dropped_leaves_its_slot_and_says_nothing_of_durations() -> None
     assert first is not None
     buffer.dropped(first)
     assert buffer.take(is_coroutine=False) is not None
-    assert buffer.room(None) == 0
+    assert buffer.capacity() == 0
 
 
 def test_many_threads_never_execute_more_than_the_slots() -> None:
@@ -255,9 +258,9 @@ def test_a_suspect_waits_until_the_worker_is_empty(suspect_is_coroutine: bool, o
     other = buffer.take(is_coroutine=other_is_coroutine)
     assert other is not None
     buffer.add([execution(suspect=True, is_coroutine=suspect_is_coroutine)])
-    assert buffer.next_careful() is None
+    assert buffer.next_to_prepare() is None
     buffer.done([(other, 0.01)])
-    assert buffer.next_careful() is not None
+    assert buffer.next_to_prepare() is not None
 
 
 @pytest.mark.parametrize("other_is_coroutine", [True, False])
@@ -267,10 +270,10 @@ def test_nothing_starts_beside_a_suspect(suspect_is_coroutine: bool, other_is_co
     buffer = open_buffer(4)
     alone = execution(suspect=True, is_coroutine=suspect_is_coroutine)
     buffer.add([alone, execution(on_crash="fail"), execution(is_coroutine=other_is_coroutine)])
-    assert buffer.next_careful() is alone
+    assert buffer.next_to_prepare() is alone
 
     def starts_nothing() -> bool:
-        return buffer.next_careful() is None and buffer.take(is_coroutine=other_is_coroutine) is None
+        return buffer.next_to_prepare() is None and buffer.take(is_coroutine=other_is_coroutine) is None
 
     assert starts_nothing()
     alone.is_marked = True
@@ -286,7 +289,56 @@ def test_a_suspect_that_waits_keeps_others_from_starting() -> None:
     buffer = open_buffer(4)
     buffer.add([execution(), execution(suspect=True), execution()])
     assert buffer.take(is_coroutine=False) is None
-    assert buffer.room(None) == 0
+    assert buffer.capacity() == 0
+
+
+def contained(**given: Any) -> Execution:
+    """A suspect with a process of its own."""
+    made = execution(suspect=True, **given)
+    made.may_have_own_process = True
+    made.give_own_process()
+    return made
+
+
+def test_the_slots_of_contained_suspects_are_kept_for_them() -> None:
+    """Suspects are claimed for free slots. Another task must not fill one while the suspect is being marked."""
+    buffer = open_buffer(concurrency=2)
+    suspects = [contained(), contained()]
+    buffer.add([*suspects, execution()])
+    assert buffer.take(is_coroutine=False) is None
+    assert [buffer.next_to_prepare(), buffer.next_to_prepare()] == suspects
+
+
+def test_a_contained_suspect_without_a_slot_goes_back_soon(clock: Clock) -> None:
+    """Another worker may have a slot, or get one before this worker does."""
+    buffer = open_buffer(concurrency=1)
+    buffer.add([execution()])
+    buffer.take(is_coroutine=False)
+    suspect = contained()
+    buffer.add([suspect])
+    clock.seconds += DRAIN_SECONDS
+    assert buffer.pop_overdue() == []
+    clock.seconds += 0.01
+    assert buffer.pop_overdue() == [suspect]
+
+
+def test_a_contained_suspect_with_a_free_slot_waits_for_its_process(clock: Clock) -> None:
+    """The process may take a moment to start; going back would not start it sooner."""
+    buffer = open_buffer(concurrency=2)
+    buffer.add([execution()])
+    buffer.take(is_coroutine=False)
+    buffer.add([contained()])
+    clock.seconds += SUSPECT_PATIENCE_SECONDS
+    assert buffer.pop_overdue() == []
+
+
+def test_an_empty_worker_runs_the_suspect_that_must_be_alone(clock: Clock) -> None:
+    """The others can run beside other tasks, in any worker: they go back at once."""
+    buffer = open_buffer(concurrency=2)
+    other, alone = contained(), execution(suspect=True)
+    buffer.add([other, alone])
+    assert buffer.next_to_prepare() is alone
+    assert buffer.pop_overdue() == [other]
 
 
 def test_two_suspects_run_one_after_the_other() -> None:
@@ -294,10 +346,10 @@ def test_two_suspects_run_one_after_the_other() -> None:
     buffer = open_buffer(4)
     first, second = executions(2, suspect=True)
     buffer.add([first, second])
-    assert buffer.next_careful() is first
-    assert buffer.next_careful() is None
+    assert buffer.next_to_prepare() is first
+    assert buffer.next_to_prepare() is None
     buffer.done([(first, 0.01)])
-    assert buffer.next_careful() is second
+    assert buffer.next_to_prepare() is second
 
 
 def test_what_must_not_run_twice_is_marked_first_but_not_alone() -> None:
@@ -306,12 +358,25 @@ def test_what_must_not_run_twice_is_marked_first_but_not_alone() -> None:
     buffer.add([execution(), *executions(2, on_crash="fail")])
     assert buffer.take(is_coroutine=False) is not None
     assert buffer.take(is_coroutine=False) is None
-    marked = buffer.next_careful()
+    marked = buffer.next_to_prepare()
     assert marked is not None
-    assert buffer.next_careful() is None, "both slots are taken"
+    assert buffer.next_to_prepare() is None, "both slots are taken"
     marked.is_marked = True
     buffer.admit(marked)
     assert buffer.take(is_coroutine=False) is marked
+
+
+def test_an_execution_that_waits_to_be_prepared_gets_the_next_slot(clock: Clock) -> None:
+    """Tasks that could start at once would otherwise take every slot before it."""
+    buffer = open_buffer(1)
+    running, unprepared = execution(), execution(on_crash="fail")
+    buffer.add([running])
+    assert buffer.take(is_coroutine=False) is running
+    buffer.add([unprepared, execution()])
+    clock.seconds += PREPARE_FIRST_SECONDS + 0.01
+    buffer.done([(running, 0.01)])
+    assert buffer.take(is_coroutine=False) is None
+    assert buffer.next_to_prepare() is unprepared
 
 
 # --- Closing ---------------------------------------------------------------------------------------------------------
@@ -323,14 +388,14 @@ def test_a_closed_buffer_hands_back_what_has_not_started() -> None:
     running, waiting, coroutine = execution(), execution(), execution(is_coroutine=True)
     buffer.add([running])
     assert buffer.take(is_coroutine=False) is running
-    marked, careful = execution(on_crash="fail"), execution(suspect=True)
-    buffer.add([waiting, coroutine, marked, careful])
-    assert buffer.next_careful() is marked
+    marked, suspect = execution(on_crash="fail"), execution(suspect=True)
+    buffer.add([waiting, coroutine, marked, suspect])
+    assert buffer.next_to_prepare() is marked
     marked.is_marked = True
     buffer.admit(marked)
-    assert set(buffer.close()) == {waiting, coroutine, marked, careful}
+    assert set(buffer.close()) == {waiting, coroutine, marked, suspect}
     assert buffer.executing() == [running]
-    assert set(buffer.held()) == {running, waiting, coroutine, marked, careful}, "held until that is committed"
+    assert set(buffer.held()) == {running, waiting, coroutine, marked, suspect}, "held until that is committed"
 
 
 def test_a_closed_buffer_starts_nothing_and_takes_nothing_in() -> None:
@@ -339,9 +404,9 @@ def test_a_closed_buffer_starts_nothing_and_takes_nothing_in() -> None:
     assert buffer.close() == []
     late = [execution(), execution(is_coroutine=True), execution(suspect=True)]
     assert set(buffer.add(late)) == set(late)
-    assert [buffer.take(is_coroutine=False), buffer.take(is_coroutine=True), buffer.next_careful()] == [None] * 3
+    assert [buffer.take(is_coroutine=False), buffer.take(is_coroutine=True), buffer.next_to_prepare()] == [None] * 3
     assert buffer.wait_and_take() is None
-    assert buffer.room(None) == 0
+    assert buffer.capacity() == 0
     assert not buffer.is_idle()
 
 
@@ -368,7 +433,7 @@ def test_what_waits_can_be_taken_out() -> None:
     assert buffer.take(is_coroutine=False) is other
 
 
-# --- Hoarding --------------------------------------------------------------------------------------------------------
+# --- Giving back -----------------------------------------------------------------------------------------------------
 
 
 def test_what_waits_long_behind_busy_slots_goes_back(clock: Clock) -> None:
@@ -377,12 +442,12 @@ def test_what_waits_long_behind_busy_slots_goes_back(clock: Clock) -> None:
     running, *waiting = executions(3)
     buffer.add([running, *waiting])
     assert buffer.take(is_coroutine=False) is running
-    clock.seconds += HOARD_SECONDS * 0.9
-    assert buffer.hoarded(None) == []
-    clock.seconds += HOARD_SECONDS * 0.2
-    assert buffer.hoarded(None) == waiting
+    clock.seconds += STUCK_SECONDS * 0.9
+    assert buffer.pop_overdue() == []
+    clock.seconds += STUCK_SECONDS * 0.2
+    assert buffer.pop_overdue() == waiting
     assert buffer.executing() == [running]
-    assert buffer.room(None) == 0, "a worker of such long tasks holds none ahead"
+    assert buffer.capacity() == 0, "a worker of such long tasks holds none ahead"
 
 
 def test_what_does_not_start_though_a_slot_is_free_goes_back(clock: Clock) -> None:
@@ -392,24 +457,24 @@ def test_what_does_not_start_though_a_slot_is_free_goes_back(clock: Clock) -> No
     buffer.add(waiting)
     first = buffer.take(is_coroutine=False)
     assert first is not None
-    assert buffer.hoarded(None) == []
+    assert buffer.pop_overdue() == []
     clock.seconds += 100
-    assert buffer.hoarded(None) == [each for each in waiting if each is not first]
-    assert buffer.room(None) == 1
+    assert buffer.pop_overdue() == [each for each in waiting if each is not first]
+    assert buffer.capacity() == 1
     buffer.done([(first, 1.0)])
-    assert buffer.room(None) == 3
+    assert buffer.capacity() == 3
 
 
 def test_each_take_proves_that_slots_get_free(clock: Clock) -> None:
-    """A buffer that moves is not a hoard, if it was asked for."""
-    buffer = open_buffer(1)
+    """A buffer of a fixed size keeps its tasks while they move."""
+    buffer = open_buffer(1, size=20)
     buffer.add(executions(20))
     for _ in range(10):
         taken = buffer.take(is_coroutine=False)
         assert taken is not None
-        clock.seconds += HOARD_SECONDS * 0.9
-        assert buffer.hoarded(20) == []
-        buffer.done([(taken, HOARD_SECONDS * 0.9)])
+        clock.seconds += STUCK_SECONDS * 0.9
+        assert buffer.pop_overdue() == []
+        buffer.done([(taken, STUCK_SECONDS * 0.9)])
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.02, 98), (0.03, 6), (0.1, 2), (0.9, 0)])
@@ -425,11 +490,11 @@ def test_what_would_wait_for_longer_than_planned_goes_back(clock: Clock, seconds
     taken = [buffer.take(is_coroutine=False) for _ in range(2)]
     waiting = others[2:]
     assert taken == others[:2]
-    assert buffer.hoarded(None) == []
-    clock.seconds += HOARD_SECONDS
+    assert buffer.pop_overdue() == []
+    clock.seconds += STUCK_SECONDS
     buffer.add([])  # something moves
-    assert set(buffer.hoarded(None)) == set(waiting[kept:])
-    assert buffer.hoarded(None) == []
+    assert set(buffer.pop_overdue()) == set(waiting[kept:])
+    assert buffer.pop_overdue() == []
     assert buffer.held() == [first, *others], "until that is committed"
 
 
@@ -440,16 +505,16 @@ def test_one_long_task_among_short_ones_sends_nothing_back(clock: Clock) -> None
     buffer.add([first, second, *waiting])
     assert [buffer.take(is_coroutine=False) for _ in range(2)] == [first, second]
     buffer.done([(first, 10.0)])
-    assert buffer.hoarded(None) == []
-    clock.seconds += HOARD_SECONDS / 2
+    assert buffer.pop_overdue() == []
+    clock.seconds += STUCK_SECONDS / 2
     for _ in range(90):
         taken = buffer.take(is_coroutine=False)
         assert taken is not None
         buffer.done([(taken, 0.0)])
-    assert buffer.hoarded(None) == []
-    clock.seconds += HOARD_SECONDS
+    assert buffer.pop_overdue() == []
+    clock.seconds += STUCK_SECONDS
     buffer.add([])
-    assert buffer.hoarded(None) == []
+    assert buffer.pop_overdue() == []
 
 
 def test_what_has_a_free_slot_does_not_go_back(clock: Clock) -> None:
@@ -461,8 +526,8 @@ def test_what_has_a_free_slot_does_not_go_back(clock: Clock) -> None:
     buffer.done([(running, 100.0)])
     buffer.add(waiting)
     for _ in range(3):
-        assert buffer.hoarded(None) == []
-        clock.seconds += HOARD_SECONDS * 0.9
+        assert buffer.pop_overdue() == []
+        clock.seconds += STUCK_SECONDS * 0.9
         buffer.add([])
 
 
@@ -474,14 +539,14 @@ def test_a_suspect_that_cannot_be_alone_goes_back_after_ten_seconds(clock: Clock
     assert buffer.take(is_coroutine=False) is running
     suspect, behind = execution(suspect=True), execution()
     buffer.add([suspect, behind])
-    clock.seconds += HOARD_SECONDS
-    assert buffer.hoarded(None) == [behind]
-    clock.seconds += LONE_PATIENCE_SECONDS - HOARD_SECONDS
-    assert buffer.hoarded(None) == []
-    assert buffer.room(None) == 0
+    clock.seconds += STUCK_SECONDS
+    assert buffer.pop_overdue() == [behind]
+    clock.seconds += SUSPECT_PATIENCE_SECONDS - STUCK_SECONDS
+    assert buffer.pop_overdue() == []
+    assert buffer.capacity() == 0
     clock.seconds += 0.1
-    assert buffer.hoarded(None) == [suspect]
-    assert buffer.room(None) == 1
+    assert buffer.pop_overdue() == [suspect]
+    assert buffer.capacity() == 1
 
 
 # --- Claims ----------------------------------------------------------------------------------------------------------
@@ -531,12 +596,12 @@ def test_the_end_of_a_lost_execution_leaves_a_later_claim_of_its_task_alone() ->
     assert buffer.take(is_coroutine=False) is lost
     buffer.add([again])
     buffer.done([(lost, 1.0)])
-    assert buffer.claims_ended_by({lost}) == [1], "without the later one nobody would ever recover the task"
+    assert buffer.claims_ended_by({lost}) == [1], "the later claim must stay, or nothing recovers the task"
     buffer.settled([lost])
     assert buffer.held() == [again]
 
 
-# --- Threads and bells -----------------------------------------------------------------------------------------------
+# --- Threads and callbacks -------------------------------------------------------------------------------------------
 
 
 def test_threads_are_wanted_for_what_can_run_and_no_more() -> None:
@@ -551,66 +616,66 @@ def test_threads_are_wanted_for_what_can_run_and_no_more() -> None:
     assert [buffer.threads_wanted(threads) for threads in (0, 1, 3)] == [3, 2, 0]
 
 
-def test_bells_ring_outside_the_lock_and_only_for_whom_there_is_work() -> None:
-    """Who hears one may call the buffer at once."""
+def test_callbacks_run_outside_the_lock_and_only_for_runners_with_work() -> None:
+    """A callback may call the buffer."""
     buffer = open_buffer(2)
-    rung: list[str] = []
+    called: list[str] = []
 
-    def bell(name: str) -> Callable[[], None]:
-        def ring() -> None:
-            rung.append(name)
+    def callback(name: str) -> Callable[[], None]:
+        def call() -> None:
+            called.append(name)
             buffer.held()  # would deadlock
 
-        return ring
+        return call
 
-    buffer.on_work = {False: bell("threads"), True: bell("loop")}
-    buffer.on_free = bell("free")
+    buffer.on_work = {False: callback("threads"), True: callback("loop")}
+    buffer.on_free = callback("free")
     buffer.add(executions(1))
     buffer.add(executions(1, is_coroutine=True))
     buffer.add(executions(1, suspect=True))
-    assert rung == ["threads", "loop"]
+    assert called == ["threads", "loop"]
 
 
-def test_a_thread_that_ends_rings_for_coroutines_that_wait() -> None:
-    """The slot may have been the last one; nobody else would tell the loop."""
+def test_a_thread_that_ends_wakes_coroutines_that_wait() -> None:
+    """The slot may have been the last one, and nothing else would wake the event loop."""
     buffer = open_buffer(1)
-    rung: list[str] = []
-    buffer.on_work[True] = lambda: rung.append("loop")
+    called: list[str] = []
+    buffer.on_work[True] = lambda: called.append("loop")
     buffer.add([execution()])
     running = buffer.take(is_coroutine=False)
     assert running is not None
     buffer.add(executions(1, is_coroutine=True))
-    rung.clear()
+    called.clear()
     buffer.done([(running, 0.1)])
-    assert rung == ["loop"]
+    assert called == ["loop"]
 
 
 @pytest.mark.parametrize("is_coroutine", [True, False])
-def test_whoever_ends_rings_for_a_suspect_that_waits(is_coroutine: bool) -> None:
+def test_every_end_wakes_a_suspect_that_waits(is_coroutine: bool) -> None:
     """The worker may be empty now."""
     buffer = open_buffer(2)
-    rung: list[str] = []
-    buffer.on_free = lambda: rung.append("free")
+    called: list[str] = []
+    buffer.on_free = lambda: called.append("free")
     buffer.add([execution(is_coroutine=is_coroutine)])
     running = buffer.take(is_coroutine=is_coroutine)
     assert running is not None
     buffer.add([execution(suspect=True)])
     buffer.done([(running, 0.1)])
-    assert rung == ["free"]
-    assert buffer.has_careful()
+    assert called == ["free"]
+    assert buffer.has_unprepared()
 
 
 # --- Any order of all that -------------------------------------------------------------------------------------------
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Claimer, runners and finisher in any order: the invariants of the module's first lines."""
+    """Claimer, runners and finish_loop in any order: the invariants of the module's first lines."""
 
     @initialize(concurrency=st.integers(1, 3))
     def begin(self, concurrency: int) -> None:
         self.may_start = True
         self.is_open = True
-        self.buffer = Buffer(concurrency, lambda: self.may_start)
+        self.buffer = Buffer(concurrency, lambda: self.may_start, 4)
         self.known: list[Execution] = []  # in order: a set's would differ from run to run
         self.marking: list[Execution] = []
         self.started: list[Execution] = []
@@ -651,11 +716,11 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def mark(self) -> None:
-        careful = self.buffer.next_careful()
-        if careful is not None:
+        unprepared = self.buffer.next_to_prepare()
+        if unprepared is not None:
             assert self.may_start
             assert self.is_open
-            self.marking.append(careful)
+            self.marking.append(unprepared)
 
     @precondition(lambda self: self.marking)
     @rule(is_ours=st.booleans())
@@ -696,7 +761,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(may_start=st.booleans())
     def lose_or_regain_the_lease(self, may_start: bool) -> None:
         self.may_start = may_start
-        self.buffer.poke()
+        self.buffer.wake_runners()
 
     @precondition(lambda self: self.claim_id > 3)
     @rule()
@@ -720,8 +785,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert self.buffer.is_idle() == (not self.known)
 
     @invariant()
-    def room_is_within_bounds(self) -> None:
-        assert 0 <= self.buffer.room(4) <= (self.buffer.concurrency + 4 if self.is_open else 0)
+    def capacity_is_within_bounds(self) -> None:
+        assert 0 <= self.buffer.capacity() <= (self.buffer.concurrency + 4 if self.is_open else 0)
 
 
 TestBuffer = BufferMachine.TestCase

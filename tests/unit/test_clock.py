@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tasklib.worker import clock as clock_module
-from tasklib.worker.clock import DatabaseClock
+from tasklib.runtime import database_clock as clock_module
+from tasklib.runtime.database_clock import DatabaseClock
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

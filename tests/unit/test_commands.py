@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasklib.printing import duration, printable
+from tasklib.log import printable
+from tasklib.printing import duration
 
 
 def test_control_codes_are_written_out() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tasklib
-from tasklib.connection import connection_string, listen_connection_string
+from tasklib.connection_string import connection_string, listen_connection_string
 from tasklib_daemon.settings import load
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def test_a_report_survives_being_sent() -> None:
 
 @pytest.mark.parametrize("state", ["claimed", "running"])
 def test_what_was_executing_is_a_crashed_attempt(state: str) -> None:
-    """Also if there was no time to mark it: the page knows better than the row. It tells how the worker died."""
+    """Also if there was no time to mark it: the scoreboard knows better than the row. It tells how the worker died."""
     task = held(state=state, started_at=NOW - timedelta(seconds=9) if state == "running" else None)
     decided = Verdict(report(), RULES).of(task, NOW, 0.5)
     assert settled(report(), task) == ("pending", "WORKER_FAILURE", True, False, True)

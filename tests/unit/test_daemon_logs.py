@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.waiting import wait_until
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path

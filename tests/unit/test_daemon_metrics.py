@@ -1,4 +1,4 @@
-"""Every metric, the ledger that carries counts beyond a child's death, the supervisor's book, and the exposition."""
+"""Every metric, the counters that outlive a child, the supervisor's totals, and the exposition."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasklib.outcomes import AttemptOutcome
-from tasklib.worker import tally as tally_module
-from tasklib.worker.loop import FailureKind
-from tasklib.worker.tally import Amounts, Found, histogram
-from tasklib_daemon import crashes, election, gauges, keeper, ledger, metrics, supervisor
-from tasklib_daemon.ledger import Book, Ledger, LedgerTally
-from tasklib_daemon.page import Page, PageView
+from tasklib.runtime import metrics as worker_metrics
+from tasklib.runtime.loop import FailureKind
+from tasklib.runtime.metrics import Amounts, Found, histogram
+from tasklib_daemon import counters, crashes, election, gauges, keeper, metrics, reporting
+from tasklib_daemon.counters import CounterMetrics, Counters, Totals
 from tasklib_daemon.plan import Cause
-from tasklib_daemon.samples import HANDOVER_SECONDS
+from tasklib_daemon.scoreboard import Scoreboard, ScoreboardView
 from tasklib_daemon.settings import Web
-from tasklib_daemon.web.app import HealthApp, Heard
-from tests import metrics_table
-from tests.promtool import by_labels, check_metrics, needs_promtool, parsed, value
+from tasklib_daemon.web.app import HealthApp, LatestReport
+from tasklib_daemon.web.samples import HANDOVER_SECONDS
+from tests.support.promtool import by_labels, check_metrics, needs_promtool, parsed, value
+from tools import metrics_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,8 +48,8 @@ STATUS: Status = {
 
 
 @pytest.fixture
-def own_ledger() -> Iterator[Ledger]:
-    made = Ledger()
+def own_ledger() -> Iterator[Counters]:
+    made = Counters()
     yield made
     with contextlib.suppress(BufferError):  # somebody still counts in it
         made.close()
@@ -84,7 +84,7 @@ def test_labels_are_few_and_never_a_users_value() -> None:
 
 def test_every_metric_that_is_made_from_a_word_is_counted_somewhere() -> None:
     """A word that nobody says any more would be a series of zeros for ever."""
-    modules = (tally_module, crashes, election, gauges, keeper, supervisor, ledger)
+    modules = (worker_metrics, crashes, election, gauges, keeper, reporting, counters)
     said = {
         node.value
         for module in modules
@@ -104,14 +104,14 @@ def test_the_page_says_how_labels_are_bounded() -> None:
     """With the real figures."""
     text = " ".join(metrics_table.PAGE.read_text(encoding="utf-8").split())
     tasks, queues = metrics.MOST_NAMES["task"], metrics.MOST_NAMES["queue"]
-    assert f"{tasks} names of tasks apart, {queues} queues, and {metrics.MOST_PAIRS} pairs of both" in text
+    assert f"distinguishes {tasks} task names, {queues} queues, and {metrics.MOST_PAIRS} pairs of both" in text
     assert f"the {queues} longest queues" in text
-    assert f"tells {tasks} task functions apart" in text
+    assert f"a daemon distinguishes {tasks} task functions" in text
 
 
-def test_every_word_of_a_tally_has_its_metric(own_ledger: Ledger) -> None:
-    """The ledger refuses others: a worker must not find out."""
-    own = LedgerTally(own_ledger, "worker")
+def test_every_word_of_a_tally_has_its_metric(own_ledger: Counters) -> None:
+    """The counters refuses others: a worker must not find out."""
+    own = CounterMetrics(own_ledger, "worker")
     own.claimed("default", [], "poll", 0.1)
     own.flushed(1, 0.1)
     own.found("mail", "default", "FAILED", seconds=0.1, will_retry=True)
@@ -145,12 +145,12 @@ def test_tasks_beside_queues_are_bounded_too() -> None:
     assert {each: bounds.within(metrics.DURATION, each) for each in given} == found
 
 
-# --- the ledger ---
+# --- the counters ---
 
 
-def test_a_ledger_is_read_as_it_was_written(own_ledger: Ledger) -> None:
+def test_a_ledger_is_read_as_it_was_written(own_ledger: Counters) -> None:
     """Numbers add up, histograms keep their buckets, and new keys come after old ones were read."""
-    own = LedgerTally(own_ledger, "worker")
+    own = CounterMetrics(own_ledger, "worker")
     own.add({("failed", "mail", "default"): [1.0]})
     assert own_ledger.read()["failed", "mail", "default"] == [1.0]
     own.add({("failed", "mail", "default"): [2.0], ("recovery",): histogram(metrics.RECOVERY.buckets, [0.3])})
@@ -159,20 +159,20 @@ def test_a_ledger_is_read_as_it_was_written(own_ledger: Ledger) -> None:
     assert found["recovery",] == histogram(metrics.RECOVERY.buckets, [0.3])
 
 
-def test_a_ledger_outlives_the_process_that_wrote_it(own_ledger: Ledger) -> None:
+def test_a_ledger_outlives_the_process_that_wrote_it(own_ledger: Counters) -> None:
     """SIGKILL right after a count: the parent reads it all the same."""
     pid = os.fork()
     if pid == 0:
-        LedgerTally(own_ledger, "worker").add({("buried", "bad"): [4.0]})
+        CounterMetrics(own_ledger, "worker").add({("buried", "bad"): [4.0]})
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert own_ledger.read()["buried", "bad"] == [4.0]
 
 
-def test_a_full_ledger_counts_what_it_cannot_hold(own_ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_ledger_counts_what_it_cannot_hold(own_ledger: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither grows nor raises; that something was left out is told."""
-    monkeypatch.setattr(ledger, "NUMBERS", 3)
-    own = LedgerTally(own_ledger, "worker")
+    monkeypatch.setattr(counters, "NUMBERS", 3)
+    own = CounterMetrics(own_ledger, "worker")
     for number in range(5):
         own.add({("buried", f"task_{number}"): [1.0]})
     found = own_ledger.read()
@@ -180,22 +180,22 @@ def test_a_full_ledger_counts_what_it_cannot_hold(own_ledger: Ledger, monkeypatc
     assert {key for key in found if key[0] == "buried"} == {("buried", "task_0"), ("buried", "task_1")}
 
 
-def test_any_number_of_queues_takes_a_bounded_ledger(own_ledger: Ledger) -> None:
+def test_any_number_of_queues_takes_a_bounded_memory(own_ledger: Counters) -> None:
     """Names that users make up, one for each customer say, end up as others, and nothing is remembered of them."""
-    own = LedgerTally(own_ledger, "worker")
+    own = CounterMetrics(own_ledger, "worker")
     for number in range(1000):
         own.add({("claimed", f"customer_{number}", "poll"): [1.0]})
     found = own_ledger.read()
     assert found["claimed", "other", "poll"] == [900.0]
     assert found["others",] == [900.0]
-    assert len(own._places) == len(found) == 102
+    assert len(own._offsets) == len(found) == 102
 
 
-def test_whatever_the_names_every_count_has_its_place(own_ledger: Ledger) -> None:
+def test_whatever_the_names_every_count_has_its_place(own_ledger: Counters) -> None:
     """More tasks and queues than are told apart, with names as long as they may be, and every outcome: nothing is lost,
     and what comes later has its place as well.
     """
-    own = LedgerTally(own_ledger, "worker")
+    own = CounterMetrics(own_ledger, "worker")
     tasks = [f"{number:_>200}" for number in range(250)]
     queues = [f"{number:_>48}" for number in range(120)]
     of_pairs = [metric for metric in metrics.BY_WORD.values() if metric.labels[:2] == ("task", "queue")]
@@ -225,87 +225,91 @@ def test_whatever_the_names_every_count_has_its_place(own_ledger: Ledger) -> Non
     assert counted("fenced") == counted("lease_lost") == 1
 
 
-@pytest.mark.parametrize("tell", [LedgerTally.settled, LedgerTally.completed])
-def test_the_page_says_what_the_ledger_has(own_ledger: Ledger, tell: Callable[[LedgerTally, list[Any]], None]) -> None:
-    """After a death, whoever finds these tasks on the page need not count them once more."""
-    page = Page(1)
-    own = LedgerTally(own_ledger, "worker", page)
+@pytest.mark.parametrize("tell", [CounterMetrics.settled, CounterMetrics.completed])
+def test_the_scoreboard_says_what_the_counters_have(
+    own_ledger: Counters, tell: Callable[[CounterMetrics, list[Any]], None]
+) -> None:
+    """After a death, whoever finds these tasks on the scoreboard need not count them once more."""
+    scoreboard = Scoreboard(1)
+    own = CounterMetrics(own_ledger, "worker", scoreboard)
     own.add({("failed", "mail", "default"): [1.0]})
-    assert not page.read().is_counted
+    assert not scoreboard.read().is_counted
     tell(own, [])
-    assert page.read().is_counted
-    page.close()
+    assert scoreboard.read().is_counted
+    scoreboard.close()
 
 
-# --- the book ---
+# --- the totals ---
 
 
-def view(*, ended: int, executing: int) -> PageView:
+def view(*, ended: int, executing: int) -> ScoreboardView:
     slot = object()
-    return PageView("", 2, 0.0, True, ended, 0, (), (slot,) * executing, ())  # type: ignore[arg-type]
+    return ScoreboardView("", 2, 0.0, True, ended, 0, (), (slot,) * executing, ())  # type: ignore[arg-type]
 
 
-def counting(amounts: Amounts) -> Ledger:
-    made = Ledger()
-    LedgerTally(made, "worker").add(amounts)
+def counting(amounts: Amounts) -> Counters:
+    made = Counters()
+    CounterMetrics(made, "worker").add(amounts)
     return made
 
 
 def test_the_dead_are_counted_with_the_living() -> None:
     """A counter never goes down because a worker died; and a child is counted once, however often it is looked at."""
-    book = Book()
+    totals = Totals()
     first, second = counting({("buried", "a"): [1.0]}), counting({("buried", "a"): [2.0]})
     for _ in range(3):
-        book.look(1, first, None)
-        book.look(2, second, None)
-    assert book.totals()["buried", "a"] == [3.0]
-    book.close(1, first, None)
-    assert book.totals()["buried", "a"] == [3.0]
-    book.count("deaths", "crash")
-    assert book.totals()["deaths", "crash"] == [1.0]
+        totals.look(1, first, None)
+        totals.look(2, second, None)
+    assert totals.totals()["buried", "a"] == [3.0]
+    totals.close(1, first, None)
+    assert totals.totals()["buried", "a"] == [3.0]
+    totals.count("deaths", "crash")
+    assert totals.totals()["deaths", "crash"] == [1.0]
 
 
 def test_what_has_started_never_becomes_less() -> None:
-    """What executes has started, and so has what has ended. A page that is read while it is written may tell less."""
-    book, empty = Book(), Ledger()
-    book.look(1, empty, view(ended=3, executing=2))
-    assert book.totals()["started",] == [5.0]
-    book.look(1, empty, view(ended=3, executing=1))
-    assert book.totals()["started",] == [5.0]
-    book.close(1, empty, view(ended=5, executing=1))
-    assert book.totals()["started",] == [6.0]
+    """What executes has started, and so has what has ended. A scoreboard that is read while it is written may tell
+    less.
+    """
+    totals, empty = Totals(), Counters()
+    totals.look(1, empty, view(ended=3, executing=2))
+    assert totals.totals()["started",] == [5.0]
+    totals.look(1, empty, view(ended=3, executing=1))
+    assert totals.totals()["started",] == [5.0]
+    totals.close(1, empty, view(ended=5, executing=1))
+    assert totals.totals()["started",] == [6.0]
 
 
 def test_only_what_is_new_is_written_down() -> None:
     """And only what the statistics by the minute have."""
-    book = Book()
-    own = Ledger()
-    counts = LedgerTally(own, "worker")
+    totals = Totals()
+    own = Counters()
+    counts = CounterMetrics(own, "worker")
     counts.add({("finished", "mail", "default", "completed"): [5.0], ("buried", "mail"): [1.0]})
-    book.look(1, own, None)
-    assert book.to_write_down() == {("finished", "mail", "default", "completed"): [5.0]}
-    assert book.to_write_down() == {}
+    totals.look(1, own, None)
+    assert totals.take_for_statistics() == {("finished", "mail", "default", "completed"): [5.0]}
+    assert totals.take_for_statistics() == {}
     counts.add({("finished", "mail", "default", "completed"): [2.0]})
-    book.close(1, own, None)
-    assert book.to_write_down() == {("finished", "mail", "default", "completed"): [2.0]}
+    totals.close(1, own, None)
+    assert totals.take_for_statistics() == {("finished", "mail", "default", "completed"): [2.0]}
 
 
 def test_amounts_go_through_a_message() -> None:
     """As JSON, and back."""
     amounts: Amounts = {("failed", "mail", "default"): [1.0], ("recovery",): histogram(metrics.RECOVERY.buckets, [0.3])}
-    assert ledger.from_json(ledger.to_json(amounts)) == amounts
+    assert counters.from_json(counters.to_json(amounts)) == amounts
 
 
 # --- what is told ---
 
 
 def told(status: Status, totals: Amounts | None = None, samples: list[object] | None = None, age: float = 0.0) -> str:
-    heard = Heard()
+    report = LatestReport()
     if status:
-        heard.take(status)
-    heard.take_totals(totals or {})
-    heard.take_gauges(samples or [], heard.now() - age)
-    answer = HealthApp(Web(), heard).answer("GET", "/metrics", {})
+        report.take_status(status)
+    report.take_totals(totals or {})
+    report.take_gauges(samples or [], report.now() - age)
+    answer = HealthApp(Web(), report).answer("GET", "/metrics", {})
     assert answer.code == 200
     assert answer.text is not None
     return answer.text.decode()
@@ -413,22 +417,22 @@ def test_before_the_first_status_there_is_an_answer() -> None:
 def test_it_is_made_once_for_what_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred scrapes a second cost one rendering a second."""
     clock = iter([0.0] * 1000)
-    heard = Heard(lambda: next(clock))
-    heard.take(STATUS)
-    app = HealthApp(Web(), heard)
+    report = LatestReport(lambda: next(clock))
+    report.take_status(STATUS)
+    app = HealthApp(Web(), report)
     texts = [app.answer("GET", "/metrics", {}).text for _ in range(100)]
     assert all(text is texts[0] for text in texts)
-    heard.take_totals({("buried", "a"): [1.0]})
+    report.take_totals({("buried", "a"): [1.0]})
     assert app.answer("GET", "/metrics", {}).text is not texts[0]
 
 
 def test_ages_grow_although_nobody_tells_anything() -> None:
     """A supervisor that hangs, a keeper that reads no more: that is when their ages matter."""
     now = [100.0]
-    heard = Heard(lambda: now[0])
-    heard.take(STATUS)
-    heard.take_gauges(CLUSTER, read_at=95.0)
-    app = HealthApp(Web(), heard)
+    report = LatestReport(lambda: now[0])
+    report.take_status(STATUS)
+    report.take_gauges(CLUSTER, read_at=95.0)
+    app = HealthApp(Web(), report)
 
     def ages() -> tuple[float | None, float | None]:
         text = app.answer("GET", "/metrics", {}).text

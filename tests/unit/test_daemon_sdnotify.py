@@ -12,7 +12,7 @@ import pytest
 
 from tasklib_daemon.sdnotify import EXTENSION_SECONDS, ServiceManager
 from tasklib_daemon.status import headline
-from tests.managers import NotifySocket
+from tests.support.managers import NotifySocket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,13 +30,13 @@ def manager(tmp_path: Path) -> Iterator[NotifySocket]:
 def test_a_life_in_its_order(manager: NotifySocket) -> None:
     """READY once, when it runs; more time while it starts or stops; a status when it is a new one."""
     us = ServiceManager(manager.environment())
-    us.tell("starting", "a", 0.0)
-    us.tell("starting", "a", 0.5)
-    us.tell("starting", "b", 1.0)
-    us.tell("running", "c", 1.5)
-    us.tell("running", "c", 9.5)
-    us.tell("stopping", "d", 10.0)
-    us.tell("stopping", "d", 11.0)
+    us.notify("starting", "a", 0.0)
+    us.notify("starting", "a", 0.5)
+    us.notify("starting", "b", 1.0)
+    us.notify("running", "c", 1.5)
+    us.notify("running", "c", 9.5)
+    us.notify("stopping", "d", 10.0)
+    us.notify("stopping", "d", 11.0)
     assert manager.take() == [
         ["STATUS=a", EXTEND],
         ["STATUS=b", EXTEND],
@@ -49,17 +49,17 @@ def test_a_life_in_its_order(manager: NotifySocket) -> None:
 def test_a_start_that_gets_nowhere_has_no_more_time(manager: NotifySocket) -> None:
     """So that the manager's own limit ends it."""
     us = ServiceManager(manager.environment())
-    us.tell("starting", "a", 0.0, extends=False)
+    us.notify("starting", "a", 0.0, extends=False)
     assert manager.take() == [["STATUS=a"]]
 
 
 def test_a_reload_that_is_over_at_once_is_told_too(manager: NotifySocket) -> None:
     """RELOADING with the moment, in a message of its own, then READY: a manager that asked for it waits for both."""
     us = ServiceManager(manager.environment())
-    us.tell("running", "a", 0.0)
+    us.notify("running", "a", 0.0)
     before = time.monotonic_ns() // 1000
     us.note_reload()
-    us.tell("running", "a", 1.0)
+    us.notify("running", "a", 1.0)
     _, reloading, ready = manager.take()
     assert (reloading[0], ready) == ("RELOADING=1", ["READY=1"])
     assert before <= int(reloading[1].removeprefix("MONOTONIC_USEC=")) <= time.monotonic_ns() // 1000
@@ -68,11 +68,11 @@ def test_a_reload_that_is_over_at_once_is_told_too(manager: NotifySocket) -> Non
 def test_a_reload_that_takes_its_time_is_extended(manager: NotifySocket) -> None:
     """And READY comes when it is over, not before."""
     us = ServiceManager(manager.environment())
-    us.tell("running", "a", 0.0)
+    us.notify("running", "a", 0.0)
     us.note_reload()
-    us.tell("reloading", "a", 1.0)
-    us.tell("reloading", "a", 2.0)
-    us.tell("running", "a", 3.0)
+    us.notify("reloading", "a", 1.0)
+    us.notify("reloading", "a", 2.0)
+    us.notify("running", "a", 3.0)
     assert [lines[0] for lines in manager.take()] == ["READY=1", "RELOADING=1", EXTEND, EXTEND, "READY=1"]
 
 
@@ -80,14 +80,14 @@ def test_the_watchdog_is_pinged_three_times_in_its_time(manager: NotifySocket) -
     """In every phase; not when it waits for another process, or for none."""
     us = ServiceManager(manager.environment(WATCHDOG_USEC="6000000", WATCHDOG_PID=str(os.getpid())))
     for moment in range(6):
-        us.tell("running", "a", float(moment))
+        us.notify("running", "a", float(moment))
     assert [lines[-1] for lines in manager.take()] == ["WATCHDOG=1"] * 3
     for variables in (
         {"WATCHDOG_USEC": "6000000", "WATCHDOG_PID": "1"},
         {"WATCHDOG_USEC": "0"},
         {"WATCHDOG_USEC": "x"},
     ):
-        ServiceManager(manager.environment(**variables)).tell("running", "a", 1.0)
+        ServiceManager(manager.environment(**variables)).notify("running", "a", 1.0)
         assert manager.take() == [["READY=1", "STATUS=a"]]
 
 
@@ -101,7 +101,7 @@ def test_its_variables_are_nobody_elses(manager: NotifySocket) -> None:
 def test_a_name_that_is_in_no_file_system() -> None:
     """An address with an @ is an abstract one."""
     with NotifySocket(f"@tasklib-{os.getpid()}") as manager:
-        ServiceManager(manager.environment()).tell("running", "a", 0.0)
+        ServiceManager(manager.environment()).notify("running", "a", 0.0)
         assert manager.take() == [["READY=1", "STATUS=a"]]
 
 
@@ -113,21 +113,21 @@ def test_a_manager_that_does_not_read_costs_no_time_and_no_word(manager: NotifyS
         while True:
             other.sendto(b"X=1", manager.address)
     us.note_reload()
-    us.tell("running", "a", 0.0)
+    us.notify("running", "a", 0.0)
     assert set(map(tuple, manager.take())) == {("X=1",)}
-    us.tell("running", "a", 0.1)
+    us.notify("running", "a", 0.1)
     assert [lines[0] for lines in manager.take()] == ["RELOADING=1", "READY=1"]
 
 
 def test_without_a_manager_nothing_is_sent() -> None:
     """As on a terminal or in a container."""
-    ServiceManager({"WATCHDOG_USEC": "1"}).tell("running", "a", 0.0)
+    ServiceManager({"WATCHDOG_USEC": "1"}).notify("running", "a", 0.0)
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
     us = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone")})
-    us.tell("running", "a", 0.0)
-    us.tell("stopping", "a", 1.0)
+    us.notify("running", "a", 0.0)
+    us.notify("stopping", "a", 1.0)
 
 
 def test_the_headline_says_what_somebody_waits_for() -> None:

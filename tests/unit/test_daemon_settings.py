@@ -19,7 +19,7 @@ from tasklib.config import Config
 from tasklib.errors import InvalidConfig
 from tasklib.ranges import Range
 from tasklib.registry import default_registry
-from tasklib_daemon.exits import Exit, ExitCode, exit_for, one_line
+from tasklib_daemon.exit_codes import Exit, ExitCode, exit_for, one_line
 from tasklib_daemon.redaction import redactor
 from tasklib_daemon.settings import KEYS, SECRETS, SECTIONS, Settings, load
 
@@ -266,7 +266,7 @@ def test_runtime_directory(tmp_path: Path) -> None:
     own.make_runtime_directory()
     assert stat.S_IMODE(own.runtime_directory.stat().st_mode) == 0o700
     own.runtime_directory.chmod(0o777)
-    with pytest.raises(InvalidConfig, match="nobody else may write"):
+    with pytest.raises(InvalidConfig, match="no other user may write"):
         own.make_runtime_directory()
     write(tmp_path / "file", "")
     with pytest.raises(InvalidConfig, match=r"runtime_directory .*Not a directory"):

@@ -7,8 +7,8 @@ import unittest.mock
 from typing import TYPE_CHECKING, Any
 
 from tasklib.outcomes import TimeoutInterrupt
-from tasklib.worker.execution import ThreadSeat, _raise_in_thread
-from tests.waiting import wait_until
+from tasklib.worker.execution import InterruptibleThread, _raise_in_thread
+from tools.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,19 +31,19 @@ class Thread(threading.Thread):
 
 def test_an_exception_lands_in_the_function() -> None:
     """Where it stands, also in a loop that catches every Exception."""
-    seats: list[ThreadSeat] = []
+    places: list[InterruptibleThread] = []
 
     def work() -> str:
-        seat = ThreadSeat()
-        seat.sit_down(1)
-        seats.append(seat)
+        place = InterruptibleThread()
+        place.enter(1)
+        places.append(place)
         while True:
             threading.Event().wait(0.001)
 
     thread = Thread(work)
     thread.start()
-    wait_until(lambda: bool(seats), "inside")
-    seats[0].interrupt(TimeoutInterrupt, 1)
+    wait_until(lambda: bool(places), "inside")
+    places[0].interrupt(TimeoutInterrupt, 1)
     thread.join(20)
     assert isinstance(thread.outcome, TimeoutInterrupt)
 
@@ -67,10 +67,10 @@ def test_an_exception_that_lands_after_the_function_is_swallowed() -> None:
     lock = LateException()
 
     def work() -> str:
-        seat = ThreadSeat()
-        seat.sit_down(1)
-        seat._lock = lock  # type: ignore[assignment]
-        seat.stand_up()
+        place = InterruptibleThread()
+        place.enter(1)
+        place._lock = lock  # type: ignore[assignment]
+        place.leave()
         return "fine"
 
     thread = Thread(work)
@@ -79,24 +79,24 @@ def test_an_exception_that_lands_after_the_function_is_swallowed() -> None:
     assert (thread.outcome, lock.taken) == ("fine", 2)
 
 
-def test_nobody_is_hit_who_does_not_sit_there() -> None:
+def test_a_thread_that_executes_another_task_is_not_interrupted() -> None:
     """The thread has gone on to something else."""
-    seats: list[ThreadSeat] = []
+    places: list[InterruptibleThread] = []
     go_on = threading.Event()
 
     def work() -> str:
-        seat = ThreadSeat()
-        seat.sit_down(1)
-        seat.stand_up()
-        seats.append(seat)
+        place = InterruptibleThread()
+        place.enter(1)
+        place.leave()
+        places.append(place)
         while not go_on.is_set():
             threading.Event().wait(0.001)
         return "fine"
 
     thread = Thread(work)
     thread.start()
-    wait_until(lambda: bool(seats), "done")
-    seats[0].interrupt(TimeoutInterrupt, 1)
+    wait_until(lambda: bool(places), "done")
+    places[0].interrupt(TimeoutInterrupt, 1)
     go_on.set()
     thread.join(20)
     assert thread.outcome == "fine"
@@ -104,34 +104,34 @@ def test_nobody_is_hit_who_does_not_sit_there() -> None:
 
 def test_nothing_is_left_on_its_way() -> None:
     """Sent, and swallowed by the function: what comes next in the same thread is not disturbed, nor slowed down."""
-    seats: list[ThreadSeat] = []
+    places: list[InterruptibleThread] = []
 
     def work() -> str:
-        seat = ThreadSeat()
+        place = InterruptibleThread()
         for _ in range(20):
-            seat.sit_down(1)
-            seats.append(seat)
+            place.enter(1)
+            places.append(place)
             try:
-                while seats:
+                while places:
                     threading.Event().wait(0.0001)
             except TimeoutInterrupt:
-                seats.clear()  # swallowed
-            seat.stand_up()
-            assert not seat._was_sent
+                places.clear()  # swallowed
+            place.leave()
+            assert not place._was_sent
         return "fine"
 
     thread = Thread(work)
     thread.start()
     while thread.is_alive():
-        for seat in seats[:]:
-            seat.interrupt(TimeoutInterrupt, 1)
+        for place in places[:]:
+            place.interrupt(TimeoutInterrupt, 1)
     assert thread.outcome == "fine"
 
 
 def test_ordinary_tasks_do_not_touch_the_interpreter() -> None:
     """Only an interrupt does: to clear one that was never sent would slow down every thread from then on."""
     with unittest.mock.patch("tasklib.worker.execution._raise_in_thread") as touched:
-        seat = ThreadSeat()
-        seat.sit_down(1)
-        seat.stand_up()
+        place = InterruptibleThread()
+        place.enter(1)
+        place.leave()
     touched.assert_not_called()

@@ -12,18 +12,18 @@ import yaml
 from grafana import build
 from grafana.panels import RUNBOOKS, runbook
 from tasklib_daemon import metrics
-from tests import grafana_files as files
-from tests.grafana_files import ROOT, dashboards, expressions, panels, rules
-from tests.npm_tools import node, npm_tools
-from tests.prometheus import needs_prometheus, promtool
+from tests.support import grafana_files as files
+from tests.support.grafana_files import ROOT, dashboards, expressions, panels, rules
+from tests.support.npm_tools import node, npm_tools
+from tests.support.prometheus import needs_prometheus, promtool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.grafana_files import Json
+    from tests.support.grafana_files import Json
 
-PAGE = ROOT / "docs" / "operating.md"
+PAGE = ROOT / "docs" / "runbook.md"
 VALUES = {
     "namespace": ".*", "job": ".*", "queue": ".*", "task": ".*", "instance": ".*", "__rate_interval": "1m",
     "__range": "1h",

@@ -20,8 +20,8 @@ import tasklib
 from tasklib.budget import daemon_budget
 from tasklib_daemon import plan
 from tasklib_daemon.settings import SECRETS, load
-from tests import manifests
-from tests.npm_tools import node, npm_tools
+from tests.support.npm_tools import node, npm_tools
+from tools import manifests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,7 +175,7 @@ def test_the_settings_are_right(base: list[Resource], tmp_path: Path) -> None:
     pod = one(base, "Deployment")["spec"]["template"]["spec"]
     assert pod["containers"][0]["ports"][0]["containerPort"] == settings.web.port
     assert settings.web.public_probes
-    drain = settings.grace_seconds + plan.CANCEL_SECONDS + plan.SETTLE_SECONDS + plan.LEAVE_SECONDS
+    drain = settings.grace_seconds + plan.INTERRUPT_SECONDS + plan.SETTLE_SECONDS + plan.EXIT_SECONDS
     assert pod["terminationGracePeriodSeconds"] > drain + 10
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from tasklib.worker.loop import Loop
+from tasklib.runtime.loop import Loop
 
 if TYPE_CHECKING:
     import pytest

@@ -101,9 +101,9 @@ def elsewhere(tmp_path: Path) -> Iterator[Callable[[], None]]:
     file.write_text("def view():\n    check()\n")
     names: dict[str, Any] = {"check": blocking.warn_if_on_loop}
     exec(compile(file.read_text(), file, "exec"), names)
-    blocking._told.clear()
+    blocking._warned.clear()
     yield names["view"]
-    blocking._told.clear()
+    blocking._warned.clear()
 
 
 async def test_a_sync_call_on_the_event_loop_is_told_of_once(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.mutants import ROOT, mutated
+from tools.mutants import ROOT, mutated
 
-MUTANTS: list[dict[str, Any]] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text("utf-8"))["mutant"]
+MUTANTS: list[dict[str, Any]] = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text("utf-8"))["mutant"]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant["guard"]))

@@ -34,7 +34,7 @@ import tasklib
 from tasklib.errors import InvalidResult, InvalidTaskDefinition
 from tasklib.handles import result_of
 from tasklib.task import TaskFunction
-from tasklib.worker.results import encode_result
+from tasklib.worker.result_encoding import encode_result
 
 SECRET = "hunter2-S3CR3T"  # a canary
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.states_diagram import PAGE, page_with
+from tools.states_diagram import PAGE, page_with
 
 
 def test_the_page_is_made_from_the_states() -> None:

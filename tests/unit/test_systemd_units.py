@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tasklib_daemon import plan
-from tasklib_daemon.exits import BOOT_ERRORS, ExitCode
+from tasklib_daemon.exit_codes import BOOT_ERRORS, ExitCode
 from tasklib_daemon.sdnotify import EXTENSION_SECONDS
 from tasklib_daemon.settings import SECRETS, load
-from tasklib_daemon.supervisor import IDLE_SECONDS, STOOD_STILL_SECONDS
+from tasklib_daemon.supervisor import IDLE_SECONDS, SUSPENDED_SECONDS
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
 UNITS = ("tasklibd.service", "tasklibd@.service")
@@ -89,9 +89,9 @@ def test_the_unit_knows_the_daemon(unit: str) -> None:
     never_again = {ExitCode(int(code)) for code in values(unit, "RestartPreventExitStatus")[0].split()}
     assert never_again == {ExitCode.USAGE, ExitCode.RUNNING_ALREADY, *BOOT_ERRORS} - {ExitCode.SCHEMA}
     grace = load(None, {"PGHOST": "x"}).grace_seconds
-    drain = grace + plan.CANCEL_SECONDS + plan.SETTLE_SECONDS + plan.LEAVE_SECONDS
+    drain = grace + plan.INTERRUPT_SECONDS + plan.SETTLE_SECONDS + plan.EXIT_SECONDS
     assert float(values(unit, "TimeoutStopSec")[0]) > drain
-    assert float(values(unit, "WatchdogSec")[0]) > 5 * (IDLE_SECONDS + STOOD_STILL_SECONDS)
+    assert float(values(unit, "WatchdogSec")[0]) > 5 * (IDLE_SECONDS + SUSPENDED_SECONDS)
     assert float(values(unit, "WatchdogSec")[0]) >= EXTENSION_SECONDS
     assert values(unit, "RuntimeDirectory")[0].startswith("tasklibd")  # where the commands look for it
 

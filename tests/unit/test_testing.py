@@ -214,7 +214,7 @@ async def test_connections_are_those_of_the_functions_kind() -> None:
     @tasklib.task
     def wants_async() -> None:
         coroutine = tasklib.current_task().async_connection()
-        with pytest.raises(tasklib.InvalidOptions, match="not async"):
+        with pytest.raises(tasklib.InvalidOptions, match="for async tasks"):
             coroutine.send(None)
 
     @tasklib.task

@@ -1,6 +1,6 @@
-"""What is told over HTTP: `/livez`, `/readyz`, `/status` and `/metrics`, as an ASGI application.
+"""The ASGI application behind `/livez`, `/readyz`, `/status` and `/metrics`.
 
-It knows nothing but what the supervisor told last, and how long ago: the database is never asked.
+It answers from the supervisor's last report and its age. It never asks the database.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tasklib_daemon.samples import Reading
 from tasklib_daemon.status import why_not_live, why_not_ready
 from tasklib_daemon.web.exposition import CONTENT_TYPE, Exposition
+from tasklib_daemon.web.samples import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 
-    from tasklib.worker.tally import Amounts
+    from tasklib.runtime.metrics import Amounts
     from tasklib_daemon.settings import Web
     from tasklib_daemon.status import Status
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PROBES = frozenset({"/livez", "/readyz"})
 
 
-class Heard:
-    """What was told last, and when the status came. Before the first one, the age counts from the start."""
+class LatestReport:
+    """What the supervisor last reported, and when. Before the first status, its age counts from the start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -40,9 +40,9 @@ class Heard:
         self._gauges: Sequence[Any] = ()
         self.status: Status = {}
         self.totals: Amounts = {}
-        self.version = 0  # grows with everything that is told
+        self.version = 0  # grows with every report
 
-    def take(self, status: Status) -> None:
+    def take_status(self, status: Status) -> None:
         self.status = status
         self._at = self.now()
         self.version += 1
@@ -52,7 +52,7 @@ class Heard:
         self.version += 1
 
     def take_gauges(self, gauges: Sequence[Any], read_at: float) -> None:
-        """`read_at` by the monotonic clock, which is one for all processes of a host."""
+        """`read_at` is by the monotonic clock, which all processes of a host share."""
         self._gauges, self._read_at = gauges, read_at
         self.version += 1
 
@@ -68,19 +68,19 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Answer:
     code: int
-    body: Mapping[str, Any]  # told as JSON
+    body: Mapping[str, Any]  # sent as JSON
     headers: Mapping[str, str] = field(default_factory=dict)
-    text: bytes | None = None  # told instead
+    text: bytes | None = None  # sent instead
 
 
 class HealthApp:
-    def __init__(self, web: Web, heard: Heard) -> None:
-        self._heard = heard
+    def __init__(self, web: Web, report: LatestReport) -> None:
+        self._report = report
         self._host = web.host
         self._token = web.token.get_secret_value().encode() if web.token is not None else None
         self._has_public_probes = web.public_probes
-        self._exposition = Exposition(heard)
-        self._pages = {
+        self._exposition = Exposition(report)
+        self._routes = {
             "/livez": self._livez, "/readyz": self._readyz, "/status": self._status, "/metrics": self._metrics,
         }  # fmt: skip
 
@@ -96,20 +96,20 @@ class HealthApp:
 
     def answer(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Answer:
         if not self._is_host_known(headers.get(b"host", b"")):
-            return Answer(421, {"error": "this server is asked by its address, or as localhost"})
+            return Answer(421, {"error": "ask this server by its address, or as localhost"})
         is_known = self._may_see(headers.get(b"authorization", b""))
         is_probe = self._has_public_probes and path in PROBES
         if not is_known and not is_probe:
-            return Answer(401, {"error": "say Authorization: Bearer TOKEN"}, {"www-authenticate": "Bearer"})
-        if path not in self._pages:
-            return Answer(404, {"error": f"there are {', '.join(self._pages)}"})
+            return Answer(401, {"error": "send the header Authorization: Bearer TOKEN"}, {"www-authenticate": "Bearer"})
+        if path not in self._routes:
+            return Answer(404, {"error": f"not found; try {', '.join(self._routes)}"})
         if method not in {"GET", "HEAD"}:
             return Answer(405, {"error": "only GET"}, {"allow": "GET, HEAD"})
-        answer = self._pages[path]()
+        answer = self._routes[path]()
         return answer if is_known else Answer(answer.code, {"ok": answer.body["ok"]})
 
     def _is_host_known(self, host: bytes) -> bool:
-        """Without a token, a page of the world that has its name point here could read along in a browser."""
+        """Without a token, a website whose name resolves to this address could read the answers in a user's browser."""
         if self._token is not None or not host:
             return True
         name = host.decode("latin-1").rpartition(":")[0] if _has_port(host) else host.decode("latin-1")
@@ -122,21 +122,21 @@ class HealthApp:
         if self._token is None:
             return True
         scheme, _, given = authorization.partition(b" ")
-        is_equal = hmac.compare_digest(given.strip(), self._token)  # takes as long for a near miss as for a far one
+        is_equal = hmac.compare_digest(given.strip(), self._token)  # takes equally long for every wrong token
         return is_equal and scheme.lower() == b"bearer"
 
-    # --- the pages ---
+    # --- the answers ---
 
     def _livez(self) -> Answer:
-        return _verdict(why_not_live(self._heard.age_seconds))
+        return _verdict(why_not_live(self._report.age_seconds))
 
     def _readyz(self) -> Answer:
-        return _verdict(why_not_ready(self._heard.status, self._heard.age_seconds))
+        return _verdict(why_not_ready(self._report.status, self._report.age_seconds))
 
     def _status(self) -> Answer:
-        if not self._heard.status:
-            return Answer(503, {"error": "the supervisor has not told anything yet"})
-        return Answer(200, {**self._heard.status, "age_seconds": round(self._heard.age_seconds, 3)})
+        if not self._report.status:
+            return Answer(503, {"error": "the supervisor has not reported yet"})
+        return Answer(200, {**self._report.status, "age_seconds": round(self._report.age_seconds, 3)})
 
     def _metrics(self) -> Answer:
         return Answer(200, {}, {"content-type": CONTENT_TYPE}, self._exposition.text())

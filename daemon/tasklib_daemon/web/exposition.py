@@ -1,7 +1,7 @@
-"""`/metrics`: what was told last, as Prometheus reads it.
+"""`/metrics`: the last report in the format of Prometheus.
 
-Made at most once for each thing that is told, which is once a second: a hundred scrapes a second cost no more than the
-sending. Neither the database nor a worker is asked.
+The text is made at most once for each report, about once a second. So a hundred scrapes a second cost no more than
+sending it. Neither the database nor a worker is asked.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
 
-from tasklib_daemon import metrics, samples
+from tasklib_daemon import metrics
+from tasklib_daemon.web import samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tasklib_daemon.metrics import Metric
-    from tasklib_daemon.samples import Sample
-    from tasklib_daemon.web.app import Heard
+    from tasklib_daemon.web.app import LatestReport
+    from tasklib_daemon.web.samples import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FRESH_SECONDS = 1.0  # ages are made anew after that, also if nobody tells anything
+FRESH_SECONDS = 1.0  # afterwards the text is made again, because ages grow without a report too
 
 
 class Exposition:
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
+    def __init__(self, report: LatestReport) -> None:
+        self._report = report
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._text = b""
@@ -35,20 +36,19 @@ class Exposition:
 
     def text(self) -> bytes:
         version, made_at = self._made_of
-        now = self._heard.now()
-        if version != self._heard.version or now - made_at > FRESH_SECONDS:
+        now = self._report.now()
+        if version != self._report.version or now - made_at > FRESH_SECONDS:
             self._text = generate_latest(self._registry)
-            self._made_of = (self._heard.version, now)
+            self._made_of = (self._report.version, now)
         return self._text
 
     def collect(self) -> Iterator[Family]:
-        heard = self._heard
-        found = samples.of_daemon(heard.status, heard.age_seconds, heard.totals, heard.cluster)
-        return families(found)
+        report = self._report
+        return families(samples.of_daemon(report.status, report.age_seconds, report.totals, report.cluster))
 
 
 def families(found: Iterable[Sample]) -> Iterator[Family]:
-    """In the order in which metrics are named."""
+    """In the order of `metrics.ALL`."""
     by_metric: dict[Metric, list[Sample]] = {}
     for sample in found:
         by_metric.setdefault(sample.metric, []).append(sample)

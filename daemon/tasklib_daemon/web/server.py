@@ -1,10 +1,10 @@
-"""A small HTTP server for an ASGI application: one request a connection, bounded in size and in time.
+"""A small HTTP server for an ASGI application: one request per connection, bounded in size and time.
 
-Connections are bounded in number, too: beyond it the oldest is closed, so that callers who say nothing, or do not take
-their answer, keep nobody out who asks at once.
+The number of connections is bounded too. Beyond the bound the oldest is closed, so that clients that send nothing, or
+do not read their answer, cannot lock out others.
 
-It is all that three short answers need, and a tenth of the memory of a full one; an application that needs more can be
-served by any other ASGI server instead.
+It is enough for four short answers, and uses a tenth of the memory of a full server. An application that needs more can
+be served by any other ASGI server.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 MAX_HEAD_BYTES = 8192
-MAX_SILENT = 512  # connections whose request is not whole; more than one turn of the loop accepts
-MAX_ANSWERED = 64  # connections whose answer is on its way: each holds a copy of it
-BACKLOG = 256  # a caller for whom the kernel has no room tries again only after a second
+MAX_SILENT = 512  # connections without a complete request; more than one turn of the loop accepts
+MAX_ANSWERED = 64  # connections whose answer is being sent; each holds a copy of it
+BACKLOG = 256  # a client beyond it tries again only after a second
 REQUEST_SECONDS = 5.0
 
 
-class _Crowd:
-    """Conversations, at most so many: a new one ends the oldest."""
+class _BoundedTasks:
+    """A bounded set of tasks: a new one beyond the bound cancels the oldest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -57,13 +57,13 @@ class _Crowd:
 class Server:
     def __init__(self, application: Application) -> None:
         self._application = application
-        self._silent = _Crowd(min(MAX_SILENT, _most_descriptors() // 2))
-        self._answered = _Crowd(min(MAX_ANSWERED, _most_descriptors() // 4))
+        self._silent = _BoundedTasks(min(MAX_SILENT, _most_descriptors() // 2))
+        self._answered = _BoundedTasks(min(MAX_ANSWERED, _most_descriptors() // 4))
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """The port. OSError, if it cannot be had."""
-        self._server = await asyncio.start_server(self._meet, host, port, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
+        """Return the port. Raises OSError if it cannot be used."""
+        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -75,11 +75,11 @@ class Server:
             for each in late:
                 each.cancel()
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None:  # it is called as a task
-            raise RuntimeError("a conversation needs a task of its own")
-        writer.transport.set_write_buffer_limits(0)  # what is drained is sent: nothing is left over for the close
+        if task is None:  # asyncio calls this in a task
+            raise RuntimeError("a connection needs a task of its own")
+        writer.transport.set_write_buffer_limits(0)  # after drain() nothing is left to send at the close
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 with self._silent.joined(task):
@@ -87,8 +87,8 @@ class Server:
                 with self._answered.joined(task):
                     await self._answer(head, writer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            writer.transport.abort()  # who asked is gone, or too slow: a close would wait for them
-        except Exception:  # noqa: BLE001 - one request must not end the server
+            writer.transport.abort()  # the client is gone or too slow, and close() would wait for it
+        except Exception:  # noqa: BLE001 - an error in one request must not end the server
             log.exception("request.failed")
         finally:
             writer.close()
@@ -113,7 +113,7 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def _most_descriptors() -> int:
-    """That this process may open: a server that has none left accepts nobody for a second."""
+    """How many this process may open. A server that has none left accepts no connection for a second."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 

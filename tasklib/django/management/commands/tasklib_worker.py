@@ -21,9 +21,11 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--concurrency", type=int, default=1, help="tasks at a time (1)")
         parser.add_argument("--queues", nargs="+", metavar="QUEUE", help="serve only these (all)")
-        parser.add_argument("--poll-interval", type=float, default=1.0, help="seconds between looks, if not called (1)")
+        parser.add_argument(
+            "--poll-interval", type=float, default=1.0, help="seconds between polls, if no notification comes (1)"
+        )
         parser.add_argument("--grace", type=float, default=30.0, help="seconds to finish in after a signal (30)")
-        parser.add_argument("--no-listen", action="store_true", help="poll only, as behind a pooler")
+        parser.add_argument("--no-listen", action="store_true", help="only poll, for example behind a pooler")
 
     def handle(self, *_: Any, **options: Any) -> None:
         try:
@@ -36,7 +38,7 @@ class Command(BaseCommand):
                 listen=not options["no_listen"],
             )
             names = ", ".join(sorted(function.name for function in default_registry))
-            self.stdout.write(f"serving: {names or 'no tasks: is there a tasks.py in an installed app?'}")
+            self.stdout.write(f"serving: {names or 'no tasks. Is there a tasks.py in an installed app?'}")
             self.stdout.flush()
             worker.run_sync()
         except TasklibError as error:

@@ -1,0 +1,1 @@
+"""What workers and duties share: sessions, the loop, the writer of outcomes, listening, the clock, metrics."""
