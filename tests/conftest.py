@@ -17,6 +17,7 @@ import tasklib
 from tasklib import migrate
 from tasklib.embedded import ExternalPostgres
 from tasklib.registry import default_registry
+from tasklib.sql import queries
 from tests.support.pooler import pgbouncer
 from tools.waiting import wait_until
 
@@ -97,8 +98,7 @@ def migrated_url(new_database: NewDatabase) -> str:
 def database_url(migrated_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """A migrated database with no tasks in it. A test that leaves a connection open in it fails, not the one after."""
     with psycopg.connect(migrated_url, autocommit=True) as conn:
-        for table in ("tasks", "claims", "workers", "elections", "worker_states", "task_rollups", "task_functions"):
-            conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
+        conn.execute(queries("testing", "tasklib")["empty"])
     yield migrated_url
     if not os.environ.get("TASKLIB_TEST_POOLER") and "pooler" not in request.fixturenames:
         with psycopg.connect(migrated_url, autocommit=True) as conn:

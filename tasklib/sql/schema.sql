@@ -13,18 +13,31 @@
 -- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 8af88bb04446c259367c7f18feafcc8a
 -- function caller() returns name for public ad9fb0d65709c506d7eadeb7a2633439
 -- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b4c47d045e95536169e1a03c2f791df1
+-- function changed_keys(of jsonb, compared_with jsonb) returns jsonb search_path=pg_catalog, pg_temp for public 859a43edd215bca10309177aa4eb5f7e
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
+-- function forget_permits() returns bigint search_path=pg_catalog, pg_temp 63e1fec521d1d4c73e9bbd2112f3fc7a
 -- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0
+-- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp 95afcfbdc0f3270fd0832cd4c7b19361
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
+-- function note_transition(verb text, task_id uuid, queue text, before jsonb, after jsonb, reason text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp for public 893facd7fd2cdd5a4c9ceff4b2cb10ca
+-- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues search_path=pg_catalog, pg_temp 12e28b730722e221a6eb6f6f7772710d
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
+-- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp 04733ca59fc6b0b06cc75647cfa9943b
+-- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp 5b0722c4b1848ac96c4fc79ca53c4ae1
+-- function policy_row_changed() returns trigger search_path=pg_catalog, pg_temp 1a8c7ab69b00eb2788b4e5f6be80e1d5
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9c5ff910f150d70dd5489d6fddce4b59
+-- function refuse_old_worker() returns trigger security definer search_path=pg_catalog, pg_temp db071a8593c7e0214b0fa4d6e8e51f85
+-- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp 8d6eb2418bf9c43da6ab8324678f65af
+-- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
 -- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
+-- function set_cluster(policy jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp cf58f593f5b957514dfc890e0bdeb5e6
+-- function set_queue(name text, policy jsonb DEFAULT '{}'::jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.queues search_path=pg_catalog, pg_temp 9bcc7772b8a1a5a98519374d6688baea
 -- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT NULL::text, priority integer DEFAULT NULL::integer, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT NULL::integer, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT NULL::boolean, on_crash text DEFAULT NULL::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 6bcc17d3d14fd654869056b3ad421f68
 -- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp b5bacc589480c285d1e3c05e0f0264d4
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 7e4186117e04fd3cd203b007172565c4
@@ -32,6 +45,7 @@
 -- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off jit=off c14f4156b345355c0ac84c856588d6ec
 -- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 9baaa76e36451e5111254a9087b8430b
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
+-- function use_feature(feature text) returns void security definer search_path=pg_catalog, pg_temp c3fa104db4cdbd0ad93d0f4e7d0000d3
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- function with_function_options(tasks jsonb) returns jsonb search_path=pg_catalog, pg_temp a0ebca9ed2d2d82862c2239dab587c19
 -- table attempts column attempt integer not null default null
@@ -53,6 +67,16 @@
 -- table attempts constraint attempts_outcome_known CHECK ((outcome = ANY (ARRAY['COMPLETED'::text, 'FAILED'::text, 'WORKER_FAILURE'::text, 'TIMED_OUT'::text, 'CANCELLED'::text, 'SNOOZED'::text, 'INTERRUPTED'::text, 'LEASE_LOST'::text])))
 -- table attempts constraint attempts_pkey PRIMARY KEY (task_id, attempt)
 -- table attempts index CREATE UNIQUE INDEX attempts_pkey ON tasklib.attempts USING btree (task_id, attempt)
+-- table breakers column epoch bigint not null default 1
+-- table breakers column failed bigint not null default 0
+-- table breakers column open_until timestamp with time zone default null
+-- table breakers column queue text not null default null
+-- table breakers column since timestamp with time zone not null default clock_timestamp()
+-- table breakers column state text not null default 'closed'::text
+-- table breakers column succeeded bigint not null default 0
+-- table breakers constraint breakers_pkey PRIMARY KEY (queue)
+-- table breakers constraint breakers_whole CHECK (((state = ANY (ARRAY['closed'::text, 'open'::text])) AND ((open_until IS NOT NULL) = (state = 'open'::text)) AND (LEAST(succeeded, failed) >= 0)))
+-- table breakers index CREATE UNIQUE INDEX breakers_pkey ON tasklib.breakers USING btree (queue)
 -- table claims column id bigint not null default null
 -- table claims column locked_until timestamp with time zone not null default null
 -- table claims column task_ids uuid[] not null default null
@@ -66,6 +90,66 @@
 -- table elections constraint elections_pkey PRIMARY KEY (name)
 -- table elections constraint elections_term_counted CHECK (((term >= 1) AND (term <= '4611686018427387904'::bigint)))
 -- table elections index CREATE UNIQUE INDEX elections_pkey ON tasklib.elections USING btree (name)
+-- table permits column permits integer not null default null
+-- table permits column queue text not null default null
+-- table permits column since timestamp with time zone not null default clock_timestamp()
+-- table permits column wanted integer not null default null
+-- table permits column worker_id text not null default null
+-- table permits constraint permits_pkey PRIMARY KEY (queue, worker_id)
+-- table permits constraint permits_whole CHECK (((permits >= 0) AND (wanted >= permits)))
+-- table permits index CREATE UNIQUE INDEX permits_pkey ON tasklib.permits USING btree (queue, worker_id)
+-- table policy column cluster_wide_cap integer default null
+-- table policy column features text[] not null default '{}'::text[]
+-- table policy column only_row boolean not null default true
+-- table policy column refuses_unknown_queues boolean not null default false
+-- table policy column version bigint not null default 0
+-- table policy constraint policy_cap_bounded CHECK (((cluster_wide_cap >= 0) AND (cluster_wide_cap <= 1000000)))
+-- table policy constraint policy_one_row CHECK (only_row)
+-- table policy constraint policy_pkey PRIMARY KEY (only_row)
+-- table policy index CREATE UNIQUE INDEX policy_pkey ON tasklib.policy USING btree (only_row)
+-- table policy trigger CREATE TRIGGER policy_row_changed BEFORE UPDATE ON tasklib.policy FOR EACH ROW WHEN ((new.version = old.version)) EXECUTE FUNCTION tasklib.policy_row_changed()
+-- table queues column ageing_seconds double precision default null
+-- table queues column audit boolean not null default false
+-- table queues column breaker_codes text[] default null
+-- table queues column breaker_failures integer default null
+-- table queues column breaker_open_seconds double precision default null
+-- table queues column breaker_probes integer default null
+-- table queues column breaker_share double precision default null
+-- table queues column breaker_window_seconds double precision default null
+-- table queues column changed_at timestamp with time zone not null default clock_timestamp()
+-- table queues column changed_by text default null
+-- table queues column created_at timestamp with time zone not null default clock_timestamp()
+-- table queues column default_max_retries integer default null
+-- table queues column default_priority integer default null
+-- table queues column default_timeout_seconds double precision default null
+-- table queues column max_per_worker integer default null
+-- table queues column max_running integer default null
+-- table queues column name tasklib.queue_name not null default null
+-- table queues column pause_reason text default null
+-- table queues column paused_at timestamp with time zone default null
+-- table queues column paused_by text default null
+-- table queues column paused_until timestamp with time zone default null
+-- table queues column rank integer not null default 0
+-- table queues column rate_burst integer default null
+-- table queues column rate_limit integer default null
+-- table queues column rate_seconds double precision default null
+-- table queues column retention_days double precision default null
+-- table queues column weight double precision not null default 1
+-- table queues constraint queues_breaker_whole CHECK (( CASE WHEN (num_nonnulls(breaker_failures, breaker_share) = 0) THEN (num_nonnulls(breaker_window_seconds, breaker_open_seconds, breaker_probes, breaker_codes) = 0) ELSE (((breaker_window_seconds >= (1)::double precision) AND (breaker_window_seconds <= (86400)::double precision)) AND ((breaker_open_seconds >= (2)::double precision) AND (breaker_open_seconds <= (86400)::double precision)) AND ((breaker_probes >= 1) AND (breaker_probes <= 1000)) AND (breaker_window_seconds IS NOT NULL) AND (breaker_open_seconds IS NOT NULL) AND (breaker_probes IS NOT NULL)) END AND ((breaker_failures >= 1) AND (breaker_failures <= 1000000)) AND (breaker_share > (0)::double precision) AND (breaker_share <= (1)::double precision)))
+-- table queues constraint queues_caps_bounded CHECK ((((max_running >= 0) AND (max_running <= 1000000)) AND ((max_per_worker >= 1) AND (max_per_worker <= 1000000))))
+-- table queues constraint queues_defaults_bounded CHECK (((default_max_retries >= 0) AND (default_timeout_seconds > (0)::double precision) AND (default_timeout_seconds <= ('3153600000'::bigint)::double precision) AND (retention_days > (0)::double precision) AND (retention_days <= (36500)::double precision)))
+-- table queues constraint queues_order_bounded CHECK ((((ageing_seconds >= (1)::double precision) AND (ageing_seconds <= (31536000)::double precision)) AND ((rank >= '-1000'::integer) AND (rank <= 1000)) AND ((weight >= (0.001)::double precision) AND (weight <= (1000)::double precision))))
+-- table queues constraint queues_pause_whole CHECK (((paused_at IS NOT NULL) OR (num_nonnulls(paused_by, pause_reason, paused_until) = 0)))
+-- table queues constraint queues_pkey PRIMARY KEY (name)
+-- table queues constraint queues_rate_whole CHECK (((num_nonnulls(rate_limit, rate_seconds) = ANY (ARRAY[0, 2])) AND ((rate_burst IS NULL) OR (rate_limit IS NOT NULL)) AND ((rate_limit >= 1) AND (rate_limit <= 1000000000)) AND ((rate_seconds >= (0.01)::double precision) AND (rate_seconds <= (31536000)::double precision)) AND ((rate_burst >= 1) AND (rate_burst <= 1000000000))))
+-- table queues index CREATE UNIQUE INDEX queues_pkey ON tasklib.queues USING btree (name)
+-- table queues trigger CREATE TRIGGER policy_changed AFTER INSERT OR DELETE OR UPDATE ON tasklib.queues FOR EACH ROW EXECUTE FUNCTION tasklib.policy_changed()
+-- table rates column at timestamp with time zone[] not null default '{}'::timestamp with time zone[]
+-- table rates column full_at timestamp with time zone not null default '1970-01-01 00:00:00+00'::timestamp with time zone
+-- table rates column queue text not null default null
+-- table rates column taken integer[] not null default '{}'::integer[]
+-- table rates constraint rates_pkey PRIMARY KEY (queue)
+-- table rates index CREATE UNIQUE INDEX rates_pkey ON tasklib.rates USING btree (queue)
 -- table schema_migrations column applied_at timestamp with time zone not null default clock_timestamp()
 -- table schema_migrations column applied_by text not null default SESSION_USER
 -- table schema_migrations column checksum text not null default null
@@ -108,14 +192,29 @@
 -- table task_rollups constraint task_rollups_numbers_bounded CHECK (((LEAST(completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried) >= 0) AND (GREATEST(completed, failed, timed_out, cancelled, snoozed, interrupted, crashed, retried) <= '1000000000000'::bigint) AND (LEAST(seconds, waited) >= (0)::double precision) AND (GREATEST(seconds, waited) <= ('1000000000000000'::numeric)::double precision) AND (0 <= ALL (durations)) AND ('1000000000000'::bigint >= ALL (durations)) AND (0 <= ALL (waits)) AND ('1000000000000'::bigint >= ALL (waits))))
 -- table task_rollups constraint task_rollups_pkey PRIMARY KEY (minute, name, queue)
 -- table task_rollups index CREATE UNIQUE INDEX task_rollups_pkey ON tasklib.task_rollups USING btree (minute, name, queue)
+-- table task_transitions column actor text not null default null
+-- table task_transitions column after jsonb default null
+-- table task_transitions column at timestamp with time zone not null default clock_timestamp()
+-- table task_transitions column before jsonb default null
+-- table task_transitions column id bigint not null default null
+-- table task_transitions column queue text default null
+-- table task_transitions column reason text default null
+-- table task_transitions column task_id uuid default null
+-- table task_transitions column verb text not null default null
+-- table task_transitions constraint task_transitions_pkey PRIMARY KEY (id)
+-- table task_transitions index CREATE INDEX task_transitions_task ON tasklib.task_transitions USING btree (task_id, id) WHERE (task_id IS NOT NULL)
+-- table task_transitions index CREATE INDEX task_transitions_time ON tasklib.task_transitions USING btree (at)
+-- table task_transitions index CREATE UNIQUE INDEX task_transitions_pkey ON tasklib.task_transitions USING btree (id)
 -- table tasks column args tasklib.task_args not null default '{}'::jsonb
 -- table tasks column attempt integer not null default 0
+-- table tasks column audited boolean default null
 -- table tasks column cancel_asked_at timestamp with time zone default null
 -- table tasks column claimed_at timestamp with time zone default null
 -- table tasks column completed_at timestamp with time zone default null
 -- table tasks column completed_by tasklib.runner default null
 -- table tasks column crash_count integer not null default 0
 -- table tasks column created_at tasklib.moment not null default clock_timestamp()
+-- table tasks column deadline_at timestamp with time zone default null
 -- table tasks column due_at tasklib.moment default null
 -- table tasks column error text default null
 -- table tasks column error_code text default null
@@ -197,6 +296,7 @@
 -- table worker_states index CREATE UNIQUE INDEX worker_states_pkey ON tasklib.worker_states USING btree (id)
 -- table workers column concurrency integer not null default null
 -- table workers column died_at timestamp with time zone default null
+-- table workers column features text[] not null default '{}'::text[]
 -- table workers column hostname text not null default null
 -- table workers column lease_until timestamp with time zone not null default null
 -- table workers column name text not null default null
@@ -211,6 +311,8 @@
 -- table workers constraint workers_numbers_bounded CHECK (((concurrency >= 0) AND (concurrency <= 1000000000) AND (pid >= 0)))
 -- table workers constraint workers_pkey PRIMARY KEY (worker_id)
 -- table workers index CREATE UNIQUE INDEX workers_pkey ON tasklib.workers USING btree (worker_id)
+-- table workers trigger CREATE TRIGGER refuse_old_worker BEFORE INSERT ON tasklib.workers FOR EACH ROW WHEN ((NOT (new.features @> '{policies}'::text[]))) EXECUTE FUNCTION tasklib.refuse_old_worker()
 -- view folded_attempts SELECT id AS task_id, fencing_token, started_at, completed_at AS finished_at, attempt, (completed_by).pid AS worker_pid, false AS will_retry, 'COMPLETED'::text AS outcome, (completed_by).worker_id AS worker_id, (completed_by).hostname AS worker_hostname, (completed_by).process_name AS worker_process_name, NULL::text AS error_code, NULL::text AS error_message, NULL::text AS failed_reason, NULL::text AS error FROM tasklib.tasks WHERE ((completed_by).worker_id IS NOT NULL);
 -- view heartbeats SELECT task.id AS task_id, worker.worker_id AS sender_id, CASE task.state WHEN 'running'::text THEN 'runner'::text ELSE 'claimer'::text END AS role, worker.renewed_at AS sent_at, worker.hostname, worker.pid FROM (((tasklib.workers worker JOIN tasklib.claims claim USING (worker_id)) CROSS JOIN LATERAL unnest(claim.task_ids) held(task_id)) JOIN tasklib.tasks task ON (((task.id = held.task_id) AND (task.worker_id = worker.worker_id))));
+-- view queue_limits SELECT (queue.name)::text AS queue, ((queue.paused_at IS NOT NULL) AND COALESCE((queue.paused_until > clock_timestamp()), true)) AS is_paused, CASE WHEN (breaker.state IS NULL) THEN queue.max_running ELSE LEAST(queue.max_running, CASE breaker.state WHEN 'open'::text THEN 0 WHEN 'half_open'::text THEN queue.breaker_probes ELSE 1000000 END) END AS cap, breaker.state AS breaker, breaker.epoch AS breaker_epoch, breaker.open_until, queue.rate_limit, queue.rate_seconds, COALESCE(queue.rate_burst, queue.rate_limit) AS rate_burst FROM (tasklib.queues queue LEFT JOIN LATERAL ( SELECT CASE WHEN ((stored.state = 'open'::text) AND (stored.open_until <= clock_timestamp())) THEN 'half_open'::text ELSE COALESCE(stored.state, 'closed'::text) END AS state, COALESCE(stored.epoch, (1)::bigint) AS epoch, stored.open_until FROM (( VALUES (0)) one LEFT JOIN tasklib.breakers stored ON ((stored.queue = (queue.name)::text))) WHERE ((queue.breaker_failures IS NOT NULL) OR (queue.breaker_share IS NOT NULL))) breaker ON (true)) UNION ALL SELECT '*'::text AS queue, false AS is_paused, policy.cluster_wide_cap AS cap, NULL::text AS breaker, NULL::bigint AS breaker_epoch, NULL::timestamp with time zone AS open_until, NULL::integer AS rate_limit, NULL::double precision AS rate_seconds, NULL::integer AS rate_burst FROM tasklib.policy WHERE (policy.cluster_wide_cap IS NOT NULL);
 -- view task_attempts SELECT attempts.task_id, attempts.fencing_token, attempts.started_at, attempts.finished_at, attempts.attempt, attempts.worker_pid, attempts.will_retry, attempts.outcome, attempts.worker_id, attempts.worker_hostname, attempts.worker_process_name, attempts.error_code, attempts.error_message, attempts.failed_reason, attempts.error FROM tasklib.attempts UNION ALL SELECT folded_attempts.task_id, folded_attempts.fencing_token, folded_attempts.started_at, folded_attempts.finished_at, folded_attempts.attempt, folded_attempts.worker_pid, folded_attempts.will_retry, folded_attempts.outcome, folded_attempts.worker_id, folded_attempts.worker_hostname, folded_attempts.worker_process_name, folded_attempts.error_code, folded_attempts.error_message, folded_attempts.failed_reason, folded_attempts.error FROM tasklib.folded_attempts;

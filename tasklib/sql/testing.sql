@@ -9,7 +9,14 @@ with
     elections as (delete from tasklib.elections),
     rollups as (delete from tasklib.task_rollups),
     states as (delete from tasklib.worker_states),
-    functions as (delete from tasklib.task_functions)
+    functions as (delete from tasklib.task_functions),
+    queues as (delete from tasklib.queues),
+    policy as (update tasklib.policy set cluster_wide_cap = null, refuses_unknown_queues = false, features = '{}'
+                where cluster_wide_cap is not null or refuses_unknown_queues or features <> '{}'),
+    permits as (delete from tasklib.permits),
+    rates as (delete from tasklib.rates),
+    breakers as (delete from tasklib.breakers),
+    transitions as (delete from tasklib.task_transitions)
 delete from tasklib.workers;
 
 

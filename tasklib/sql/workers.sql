@@ -4,9 +4,9 @@
 -- Registers a worker. A second time, after the answer was lost, it is a renewal, because no other worker ever has this id. No row
 -- comes back if the worker was declared dead meanwhile.
 -- name: register
-insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names, concurrency, lease_until)
+insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names, concurrency, lease_until, features)
 values ($1::text, $2::text, $3::text, $4::integer, $5::text, $6::text[], $7::text[], $8::integer,
-        clock_timestamp() + $9::double precision * interval '1 second')
+        clock_timestamp() + $9::double precision * interval '1 second', '{policies}')
 on conflict (worker_id) do update
     set renewed_at = clock_timestamp(), lease_until = excluded.lease_until
     where workers.died_at is null

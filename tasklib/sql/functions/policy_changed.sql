@@ -1,0 +1,36 @@
+-- Every change of a queue's policy raises the version that workers compare, and rings, so that a worker that sleeps hears of a queue
+-- that was resumed or may run more. A policy that older workers do not know switches its feature on.
+create or replace function tasklib.policy_changed() returns trigger
+    language plpgsql security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if tg_op <> 'DELETE' and num_nonnulls(
+        new.paused_at, new.max_running, new.max_per_worker, new.rate_limit, new.breaker_failures, new.breaker_share,
+        new.ageing_seconds) > 0
+    then
+        perform tasklib.use_feature('policies');
+    end if;
+    update tasklib.policy set version = version + 1;
+    perform tasklib.ring(coalesce(new.name, old.name));
+    return null;
+end
+$$;
+revoke all on function tasklib.policy_changed() from public;
+
+create or replace trigger policy_changed after insert or update or delete on tasklib.queues
+    for each row execute function tasklib.policy_changed();
+
+create or replace function tasklib.policy_row_changed() returns trigger
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.version := old.version + 1;
+    return new;
+end
+$$;
+revoke all on function tasklib.policy_row_changed() from public;
+
+create or replace trigger policy_row_changed before update on tasklib.policy
+    for each row when (new.version = old.version) execute function tasklib.policy_row_changed();

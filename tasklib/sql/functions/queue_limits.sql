@@ -1,0 +1,22 @@
+-- What each queue allows now. `permit`, `grant_starts` and everything that explains a wait read it; no other place states these
+-- conditions. `cap` is null for a queue without one. A breaker is a cap: none while it is open, a few while it is half open.
+-- The row '*' is the cap over all queues.
+create or replace view tasklib.queue_limits as
+select queue.name::text as queue,
+       queue.paused_at is not null and coalesce(queue.paused_until > clock_timestamp(), true) as is_paused,
+       case when breaker.state is null then queue.max_running
+            else least(queue.max_running, case breaker.state when 'open' then 0 when 'half_open' then queue.breaker_probes
+                                                             else 1000000 end)
+       end as cap,
+       breaker.state as breaker, breaker.epoch as breaker_epoch, breaker.open_until,
+       queue.rate_limit, queue.rate_seconds, coalesce(queue.rate_burst, queue.rate_limit) as rate_burst
+  from tasklib.queues as queue
+  left join lateral (
+      select case when stored.state = 'open' and stored.open_until <= clock_timestamp() then 'half_open'
+                  else coalesce(stored.state, 'closed') end as state,
+             coalesce(stored.epoch, 1) as epoch, stored.open_until
+        from (values (0)) as one left join tasklib.breakers as stored on stored.queue = queue.name
+       where queue.breaker_failures is not null or queue.breaker_share is not null
+  ) as breaker on true
+union all
+select '*', false, cluster_wide_cap, null, null, null, null, null, null from tasklib.policy where cluster_wide_cap is not null;
