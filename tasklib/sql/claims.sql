@@ -26,8 +26,8 @@
 -- below the floor by a claim without one. $9 are rows that PostgreSQL refuses to change: the claim goes on without them.
 --
 -- A short claim is the last before its worker sleeps. So it also answers what a sleeping worker has to know: when the next task
--- is due, whether a suspect waits, and whether other queues have tasks ($6: the queues that the worker looks at by itself; null:
--- it serves no others). That saves every worker that was woken three more queries, half a millisecond before the first line of
+-- is due, whether a suspect waits, the version of the policies, and whether other queues have tasks ($6: the queues that the worker
+-- looks at by itself; null: it serves no others). That saves every worker that was woken three more queries, half a millisecond before the first line of
 -- a task. The search for other queues stops at the first one, because to list 10,000 takes 30 ms. One row comes back even if no
 -- task was taken.
 -- name: claim
@@ -70,7 +70,8 @@ select :claimed_columns, is_short,
                (select queue from tasklib.tasks where ready order by queue limit 1)
                :further_queues
            )
-           select from queues where queue <> all($6::text[])) end as has_elsewhere
+           select from queues where queue <> all($6::text[])) end as has_elsewhere,
+       case when is_short then (select version from tasklib.policy) end as policy_version
 from known left join (taken cross join noted) on true;
 
 

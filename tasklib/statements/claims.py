@@ -73,10 +73,12 @@ class _ClaimRows:
         return [ClaimedTask(HeldTask._make(held_of(row + same)), *rest_of(row)) for row in rows]
 
 
-_FROM_ONE = _ClaimRows("is_short", "has_suspects", "due_seconds", "has_elsewhere")
+_FROM_ONE = _ClaimRows("is_short", "has_suspects", "due_seconds", "has_elsewhere", "policy_version")
 _FROM_MANY = _ClaimRows("queue", "reached")
 _PLACE = _FROM_ONE.getter(*Place._fields)
-_OF_ONE = _FROM_ONE.getter("answered_epoch", "is_short", "has_suspects", "due_seconds", "has_elsewhere")
+_OF_ONE = _FROM_ONE.getter(
+    "answered_epoch", "is_short", "has_suspects", "due_seconds", "has_elsewhere", "policy_version"
+)
 _OF_MANY = _FROM_MANY.getter("answered_epoch", "reached")
 
 
@@ -92,14 +94,15 @@ class Claim(NamedTuple):
     has_suspects: bool  # they wait for a worker to take them
     due_seconds: float | None  # until the next task is due; None: none is known
     has_elsewhere: bool  # tasks are ready in queues that the worker does not look at by itself
+    policy_version: int | None  # None: the queue has more, and the version was not read
 
     @classmethod
     def from_rows(cls, rows: list[Row], worker_id: str, queue: str) -> Claim:
-        answered, is_short, has_suspects, due_seconds, has_elsewhere = _OF_ONE(rows[0])
+        answered, is_short, has_suspects, due_seconds, has_elsewhere, version = _OF_ONE(rows[0])
         tasks = _FROM_ONE.tasks(rows, worker_id, queue)
         reached = Place._make(_PLACE(rows[-1])) if tasks else None
         answered_at = datetime.fromtimestamp(answered, UTC)
-        return cls(tasks, answered_at, reached, is_short, bool(has_suspects), due_seconds, bool(has_elsewhere))
+        return cls(tasks, answered_at, reached, is_short, bool(has_suspects), due_seconds, bool(has_elsewhere), version)
 
 
 class MixedClaim(NamedTuple):

@@ -7,18 +7,22 @@ The claimer adds executions, and the runners take them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from tasklib.clock import time
+from tasklib.worker.limited_queues import LimitedQueues
 from tasklib.worker.unprepared import DRAIN_SECONDS, Unprepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from tasklib.policies.queue_policy import QueuePolicy
     from tasklib.worker.execution import Execution
+    from tasklib.worker.limited_queues import LimitedQueue
 
 MOST_UNSETTLED = 5_000  # ended tasks whose end is not written yet: then no more are claimed
 MOST_LOADED_BYTES = 64 * 1024 * 1024  # of large arguments: then no more are loaded
@@ -80,6 +84,7 @@ class Buffer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # by is_coroutine
+        self._limited = LimitedQueues(concurrency)
         self._unprepared = Unprepared()
         self._admitted: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # prepared, with a slot
         # By execution, not by task: a task that goes back may be claimed again before its end is noted here.
@@ -109,7 +114,7 @@ class Buffer:
                 return 1 if held == len(self._executing) < self.concurrency else 0
             if len(self._unsettled) - held > MOST_UNSETTLED or self.is_behind():
                 return 0
-            most = self._size.most()
+            most = self._size.most() if self._slots() else len(self._executing)
             return max(most - held, 0) if self._is_short() else 0
 
     def capacity_for_suspects(
@@ -123,7 +128,7 @@ class Buffer:
                 return 0
             if self._unprepared.suspects():
                 return 0  # one after the other
-            free = max(self.concurrency - len(self._executing) - len(self._unprepared), 0)
+            free = max(self._slots() - len(self._executing) - len(self._unprepared), 0)
             if processes_are_ready and free:
                 return free
             return int(self._is_empty_soon() or (processes_are_offered and free > 0) or is_last_resort)
@@ -139,10 +144,12 @@ class Buffer:
             for each in executions:
                 self._unsettled[each] = None
                 self._claims[each.claimed.claim_id] += 1
+                if self._limited:
+                    each.limit = self._limited.by_queue.get(each.task.queue)
                 if each.needs_preparation:
                     self._unprepared.put(each)
                 else:
-                    self._waiting[each.is_coroutine].append(each)
+                    self._put(each)
                     kinds.add(each.is_coroutine)
             self._last_take = time.monotonic()
             late = [] if self._may_take else self._pop_waiting()
@@ -168,14 +175,14 @@ class Buffer:
             found = self._unprepared.next_fitting(self._fits)
             if found is not None:
                 self._unprepared.remove(found)
-                self._executing[found] = None
+                self._begin([found])
                 self._last_take = time.monotonic()
             return found
 
     def postpone(self, execution: Execution, seconds: float) -> bool:
         """Another session has locked its row: prepare it later. False: the worker stops or pauses."""
         with self._lock:
-            self._executing.pop(execution, None)
+            self._end(execution)
             if not self._may_take:
                 return False
             execution.not_before = time.monotonic() + seconds
@@ -197,6 +204,8 @@ class Buffer:
         alone, or for tasks that take longer than those by which the buffer's size was chosen.
         """
         with self._lock:
+            if self._limited and (excess := self._limited.pop_excess(self._size.average_seconds)):
+                return excess
             if not self._waiting_count():
                 return []
             is_full = len(self._executing) >= self.concurrency
@@ -205,12 +214,49 @@ class Buffer:
             if time.monotonic() - self._last_take < STUCK_SECONDS:
                 return self._pop_excess() if self._size.fixed is None else []
             others = [
-                each for each in self._all_waiting() if each.is_loaded and not each.task.suspect and not each.is_blocked
+                each
+                for each in self._all_waiting()
+                if each.is_loaded and not each.task.suspect and not each.is_blocked and each.limit is None
             ]
             if not others or not self._may_start():
                 return []
             self._is_stuck = True  # until something starts or ends: what goes back must not be claimed again at once
             return self._pop(others)
+
+    # --- for the policies ---
+
+    def set_policies(self, policies: Mapping[str, QueuePolicy]) -> None:
+        """From now on these queues have limits, and no others."""
+        with self._lock:
+            waiting = [each for lane in self._waiting.values() for each in lane]
+            for lane in self._waiting.values():
+                lane.clear()
+            waiting += self._limited.set(policies, self._executing)
+            for each in (*waiting, *self._unprepared):
+                each.limit = self._limited.by_queue.get(each.task.queue)
+            for each in waiting:
+                self._put(each)
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[LimitedQueues]:
+        """The limits, under the buffer's lock."""
+        with self._lock:
+            yield self._limited
+
+    @property
+    def has_limits(self) -> bool:
+        return bool(self._limited)
+
+    def free_slots(self, limit: LimitedQueue | None = None) -> int:
+        """For tasks under this limit. The caller is inside of `limited`."""
+        if limit is not None and limit is self._limited.cluster:
+            limit.waiting = len(self._all_waiting())
+            return self.concurrency - len(self._executing)
+        return self._slots() - len(self._executing)
+
+    @property
+    def average_seconds(self) -> float | None:
+        return self._size.average_seconds
 
     # --- for the runners ---
 
@@ -240,6 +286,8 @@ class Buffer:
         """How many more threads to start, so that nothing waits for a thread."""
         with self._lock:
             runnable = len(self._waiting[False]) + len(self._admitted[False])
+            if self._limited:
+                runnable += self._limited.startable(is_coroutine=False)
             missing = min(runnable, self.concurrency) - self._idle_threads
             return max(min(missing, self.concurrency - threads), 0)
 
@@ -250,7 +298,7 @@ class Buffer:
         with self._lock:
             average = self._size.average_seconds
             for execution, seconds in ended:
-                self._executing.pop(execution, None)
+                self._end(execution)
                 average = seconds if average is None else average + (seconds - average) * 0.05
             self._size.average_seconds = average
             self._is_stuck = False
@@ -261,7 +309,7 @@ class Buffer:
     def dropped(self, execution: Execution) -> None:
         """It will not begin."""
         with self._lock:
-            self._executing.pop(execution, None)
+            self._end(execution)
         self._free(is_coroutine=execution.is_coroutine)
 
     # --- for all ---
@@ -341,9 +389,11 @@ class Buffer:
     def _after_end(self, is_coroutine: bool) -> list[Callable[[], None]]:
         """What to call when the lock is released."""
         after = []
-        if self._unprepared or self._is_short():
+        limited = self._limited
+        if self._unprepared or self._is_short() or (limited and limited.wants_look(self._size.average_seconds)):
             after.append(self.on_free)
-        if not is_coroutine and (self._waiting[True] or self._admitted[True]):
+        has_coroutines = self._waiting[True] or self._admitted[True] or (limited and limited.startable(is_coroutine=True))
+        if not is_coroutine and has_coroutines:
             after.append(self.on_work[True])
         if self._idle_threads:
             self._changed.notify_all()
@@ -355,15 +405,40 @@ class Buffer:
         admitted, lane = self._admitted[is_coroutine], self._waiting[is_coroutine]
         taken = [admitted.popleft() for _ in range(min(len(admitted), most))]
         reserved = self._unprepared.reserved() if self._unprepared else 0
-        free = min(most - len(taken), len(lane), self.concurrency - len(self._executing) - reserved)
+        free = min(most - len(taken), self._slots() - len(self._executing) - reserved)
         is_held_back = bool(self._unprepared) and self._unprepared.hold_back_others(self._fits)
-        if free > 0 and not is_held_back and not self._one_runs_alone():
-            started = [lane.popleft() for _ in range(free)]
-            self._executing.update(dict.fromkeys(started))
-            self._is_stuck = False
-            self._last_take = time.monotonic()
-            taken += started
+        if free > 0 and (lane or self._limited) and not is_held_back and not self._one_runs_alone():
+            if self._limited:
+                started = self._limited.take_beside(lane, is_coroutine, free)
+            else:
+                started = [lane.popleft() for _ in range(min(free, len(lane)))]
+            if started:
+                self._begin(started)
+                self._is_stuck = False
+                self._last_take = time.monotonic()
+                taken += started
         return taken
+
+    def _put(self, execution: Execution) -> None:
+        if execution.limit is None:
+            self._waiting[execution.is_coroutine].append(execution)
+        else:
+            execution.limit.put(execution)
+
+    def _begin(self, executions: list[Execution]) -> None:
+        """They have slots from here on."""
+        self._executing.update(dict.fromkeys(executions))
+        if self._limited:
+            self._limited.begin(executions)
+
+    def _end(self, execution: Execution) -> None:
+        """Its slot is free, if it had one."""
+        if self._executing.pop(execution, execution) is None and self._limited:
+            self._limited.end(execution)
+
+    def _slots(self) -> int:
+        """How many may execute: fewer than there are slots, if a cap over all queues says so."""
+        return self.concurrency if self._limited.cluster is None else self._limited.slots(self.concurrency)
 
     def _pop_excess(self) -> list[Execution]:
         """The last ones of each lane, which would have been the last to start."""
@@ -381,7 +456,7 @@ class Buffer:
     def _is_short(self) -> bool:
         """There is capacity for a worthwhile claim, or a slot has nothing to run."""
         waiting = self._waiting_count()
-        return waiting <= self._size.refill_at or waiting < self.concurrency - len(self._executing)
+        return waiting <= self._size.refill_at or waiting < self._slots() - len(self._executing)
 
     def _is_empty_soon(self) -> bool:
         """All that executes has only just begun, and may be short."""
@@ -390,6 +465,8 @@ class Buffer:
 
     def _fits(self, execution: Execution) -> bool:
         """There is a slot for it, and memory for what it has to load."""
+        if self._limited and not (self._limited.may_start(execution) and len(self._executing) < self._slots()):
+            return False
         if execution.must_be_alone:
             return not self._executing
         if len(self._executing) >= self.concurrency or self._one_runs_alone():
@@ -398,10 +475,11 @@ class Buffer:
 
     def _waiting_count(self) -> int:
         unprepared = self._unprepared.unblocked() if self._unprepared else 0
-        return len(self._waiting[False]) + len(self._waiting[True]) + unprepared
+        limited = self._limited.startable(False) + self._limited.startable(True) if self._limited else 0
+        return len(self._waiting[False]) + len(self._waiting[True]) + unprepared + limited
 
     def _all_waiting(self) -> list[Execution]:
-        return [each for lane in self._lanes() for each in lane]
+        return [*(each for lane in self._lanes() for each in lane), *self._limited.waiting()]
 
     def _lanes(self) -> list[deque[Execution]]:
         return [*self._admitted.values(), *self._waiting.values(), self._unprepared]
@@ -411,6 +489,10 @@ class Buffer:
 
     def _pop(self, executions: list[Execution]) -> list[Execution]:
         for each in executions:
-            self._executing.pop(each, None)  # an admitted one had a slot
-            next(lane for lane in self._lanes() if each in lane).remove(each)
+            self._end(each)  # an admitted one had a slot
+            lane = next((lane for lane in self._lanes() if each in lane), None)
+            if lane is not None:
+                lane.remove(each)
+            elif each.limit is not None:
+                each.limit.remove(each)
         return executions

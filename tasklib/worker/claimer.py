@@ -42,6 +42,7 @@ class Claimer:
         self._buffer = reports.buffer
         self._lease = lease
         self._claims = claims
+        self._policies = claims.policies
         self._due = claims.due
         self._reconciliation = reconciliation
         self._preparation = preparation
@@ -60,6 +61,7 @@ class Claimer:
     def ring(self) -> None:
         """A notification says that there may be work. It is a hint: only the database knows."""
         self.expects_more = self._was_rung = True
+        self._policies.hear_ring()
 
     def expects_more_when_idle(self) -> bool:
         """Also suspects, which may wait for an idle worker."""
@@ -70,6 +72,7 @@ class Claimer:
         if not self._lease.is_valid():
             return self._wait_for_lease()
         self._reconciliation.run_if_needed()
+        self._policies.run()
         self._give_back()
         self._preparation.run()
         self._suspects.take_suspects(self._claims)
@@ -78,6 +81,7 @@ class Claimer:
         pause = self._look()
         if self._suspects.may_exist:
             self._suspects.take_suspects(self._claims)
+        pause = min(pause, self._policies.seconds_left())
         return min(pause, PREPARE_PAUSE_SECONDS) if self._buffer.has_unprepared() else pause
 
     def _wait_for_lease(self) -> float:
@@ -122,9 +126,9 @@ class Claimer:
 
     def _fill(self, before: int) -> bool:
         """Claim what there is capacity for. True: some capacity was left when the queues were empty."""
+        is_empty = not self._policies.may_claim()
         capacity, claimed = min(self._buffer.capacity(), CLAIM_LIMIT), self.claimed
-        is_empty = False
-        if capacity > 0:
+        if capacity > 0 and not is_empty:
             self.expects_more = False  # before the look: a notification that comes meanwhile sets it again
             is_empty = self._claims.fill(capacity)
             self.is_drained = is_empty and self.claimed == claimed

@@ -17,7 +17,8 @@ from tasklib.database_errors import is_about_rows
 from tasklib.duties.promoter import Promoter
 from tasklib.log import log
 from tasklib.runtime.bad_rows import Aside, first_line
-from tasklib.statements import MixedClaim
+from tasklib.policies.turns import Turns
+from tasklib.statements import Claim, MixedClaim
 from tasklib.worker.unwritten import grouped
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.runtime.metrics import Found
-    from tasklib.statements import Claim, ClaimedTask, Place, Statement
+    from tasklib.statements import ClaimedTask, Place, Statement
     from tasklib.worker.basis import Basis
     from tasklib.worker.lease import Lease
+    from tasklib.worker.policy_watch import PolicyWatch
     from tasklib.worker.preparation import Preparation
     from tasklib.worker.reconciliation import Reconciliation
 
@@ -107,8 +109,16 @@ class DueTasks:
 class Claims:
     """What is claimed is in the buffer afterwards."""
 
-    def __init__(self, basis: Basis, lease: Lease, reconciliation: Reconciliation, preparation: Preparation) -> None:
+    def __init__(
+        self,
+        basis: Basis,
+        lease: Lease,
+        reconciliation: Reconciliation,
+        preparation: Preparation,
+        policies: PolicyWatch,
+    ) -> None:
         self._basis = basis
+        self.policies = policies
         self._session = basis.sessions["claim"]
         self._statements = basis.statements
         self._served = basis.served
@@ -118,7 +128,7 @@ class Claims:
         self.floors = Floors()
         self.due = DueTasks(basis, self.floors)
         self._refused: Aside[UUID] = Aside()  # tasks whose rows PostgreSQL refuses to change
-        self._turn = 0
+        self._turns = Turns()
         self._others_have_tasks = False  # as the last claim that emptied its queue saw
         self._others_at = 0.0
         self._reached = ""  # the last of the other queues that was looked at
@@ -183,14 +193,22 @@ class Claims:
 
     def _claim_likely(self, capacity: int) -> bool:
         """True: some capacity was left when the likely queues were empty. Each time another queue is the first."""
-        queues = self._served.likely_queues()
-        self._turn += 1
-        first = self._turn % len(queues)
-        is_short = True
-        for queue in [*queues[first:], *queues[:first]]:
+        queues = self.policies.open(self._served.likely_queues())
+        is_short, exhausted = True, set[str]()
+        if not queues:
+            return is_short
+        for queue, share in self._turns.next_round(queues, self._served.policies.queues, capacity):
+            limit = self.policies.claim_room(queue, capacity if share is None else min(share, capacity))
+            if not limit or queue in exhausted:
+                continue
             has_floor = self.floors.of(queue) is not None
-            claim = self._claim(queue, capacity)
+            claim = self._claim(queue, limit)
             capacity -= len(claim.tasks)
+            self._turns.note(queue, len(claim.tasks), is_short=claim.is_short)
+            if claim.is_short:
+                exhausted.add(queue)
+            elif limit < capacity + len(claim.tasks):
+                continue  # it has more, which its limit or its share keeps back
             is_short = is_short and claim.is_short and not has_floor
             if capacity == 0:
                 return False
@@ -206,6 +224,7 @@ class Claims:
             )  # fmt: skip
 
         claim = self.send(statement, limit, queue=queue)
+        self.policies.note_claim(queue, is_short=claim.is_short)
         if claim.is_short:
             self._preparation.suspects.may_exist, self._others_have_tasks = claim.has_suspects, claim.has_elsewhere
         self.floors.note(queue, claim)
@@ -244,6 +263,7 @@ class Claims:
             self._reconciliation.require_twice()
             raise
         seconds = time.monotonic() - sent_at
+        self.policies.note_version(claim.policy_version if isinstance(claim, Claim) else None, since=sent_at)
         if claim.tasks and claim.answered_at is not None:
             self._basis.clock.set(claim.answered_at, sent_at)
             self._preparation.add(self._served.executions(claim.tasks))

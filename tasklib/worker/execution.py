@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
+    from tasklib.worker.limited_queues import LimitedQueue
     from tasklib.worker.task_connection import TaskConnection
 
 
@@ -43,6 +44,8 @@ class Execution:
     is_patient = True  # it waits for an empty worker for longer than a moment
     loaded_bytes = 0  # of arguments that did not come with the claim
     is_reported_stuck = False
+    limit: LimitedQueue | None = None  # of its queue
+    breaker_epoch = 0  # of its queue's breaker, when it began
     interrupt_kind: type[TaskInterrupt] | None = None
     inside: Interruptible | None = None  # where it executes
     transaction: TaskConnection | None = None

@@ -22,6 +22,7 @@ from tasklib.worker.forks import Original, tell_of_copy
 from tasklib.worker.isolation.processes import IsolatedProcesses
 from tasklib.worker.lease import Lease
 from tasklib.worker.listener import Listener
+from tasklib.worker.policy_watch import PolicyWatch
 from tasklib.worker.preparation import Preparation
 from tasklib.worker.reconciliation import Reconciliation
 from tasklib.worker.reports import Reports
@@ -91,8 +92,10 @@ class WorkerRun:
         suspects = Suspects(basis, self.lease, self.buffer, self.processes)
         preparation = Preparation(basis, self.reports, self.finish_loop, self.reconciliation, suspects)
         doorbell = Doorbell(session, basis.statements, basis.served.queues, longest_doubt=basis.options.poll_seconds)
+        self.policies = PolicyWatch(basis, self.lease, self.buffer)
+        claims = Claims(basis, self.lease, self.reconciliation, preparation, self.policies)
         return Claimer(
-            self.reports, self.lease, claims=Claims(basis, self.lease, self.reconciliation, preparation),
+            self.reports, self.lease, claims=claims,
             reconciliation=self.reconciliation, preparation=preparation, sleep=Sleep(session, doorbell, has_listener),
         )  # fmt: skip
 

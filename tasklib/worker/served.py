@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasklib.options import DEFAULT_QUEUE
+from tasklib.policies.queue_policy import Policies
 from tasklib.worker.execution import Execution
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Served:
         self.queues = None if queues is None else list(dict.fromkeys(queues))
         self._names = None if names is None else sorted(set(names))
         self._found: list[str] = []
+        self.policies = Policies()
         self._is_coroutine: dict[TaskFunction[..., Any], bool] = {}
         self._reading: Reading | None = None
 
@@ -58,6 +60,17 @@ class Served:
             self._found = [queue, *self._found][:MOST_LIKELY_QUEUES]
             self._reading = None
 
+    def set_policies(self, policies: Policies) -> None:
+        """Queues with a limit are claimed from one by one."""
+        self.policies = policies
+        self._reading = None
+
+    def _limited(self) -> list[str]:
+        return [
+            name for name, policy in self.policies.queues.items()
+            if policy.is_limited and (self.queues is None or name in self.queues)
+        ]  # fmt: skip
+
     def _read(self) -> Reading:
         """The last reading while the registry is unchanged. It is replaced as a whole, because several threads ask."""
         reading, revision = self._reading, self._registry.revision
@@ -68,7 +81,7 @@ class Served:
             declared = list(dict.fromkeys(self.queues if self.queues is not None else own)) or [DEFAULT_QUEUE]
             if len(declared) > MOST_LIKELY_QUEUES:
                 declared = [DEFAULT_QUEUE] if DEFAULT_QUEUE in declared else declared[:1]
-            reading = Reading(revision, registered, list(dict.fromkeys([*declared, *self._found])))
+            reading = Reading(revision, registered, list(dict.fromkeys([*declared, *self._found, *self._limited()])))
             self._reading = reading
         return reading
 

@@ -11,7 +11,7 @@
 -- of a cap unused.
 create or replace function tasklib.permit(
     queue text, worker_id text, wants integer, keeps integer,
-    out permits integer, out target integer, out breaker_epoch bigint, out again_seconds double precision
+    out permits integer, out target integer, out breaker text, out breaker_epoch bigint, out again_seconds double precision
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -28,9 +28,9 @@ begin
         raise exception 'permits are given in read committed transactions' using errcode = '25001';
     end if;
     perform pg_advisory_xact_lock(hashtextextended('tasklib.permits ' || queue, 0));
-    select limits.cap, limits.breaker_epoch,
-           case when limits.cap = 0 then extract(epoch from limits.open_until - clock_timestamp()) end
-      into cap, breaker_epoch, again_seconds
+    select limits.cap, limits.breaker, limits.breaker_epoch,
+           case when limits.breaker = 'open' then extract(epoch from limits.open_until - clock_timestamp()) end
+      into cap, breaker, breaker_epoch, again_seconds
       from tasklib.queue_limits as limits where limits.queue = permit.queue;
     if cap is null then
         delete from tasklib.permits as held where held.queue = permit.queue and held.worker_id = permit.worker_id;
