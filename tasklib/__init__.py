@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         Cancel,
         CancelInterrupt,
         Fail,
+        PauseQueue,
         Retry,
         Snooze,
         StopInterrupt,
@@ -136,6 +137,7 @@ __all__ = [
     "NoCurrentTask",
     "NotInitialised",
     "OnCrash",
+    "PauseQueue",
     "QueueStatistics",
     "RegisteredTask",
     "ResultTimeout",
@@ -230,7 +232,9 @@ _NAMES = {
     "tasklib.handles": "Handle",
     "tasklib.ids": "TaskId",
     "tasklib.options": "OnCrash SubmitOptions TaskOptions",
-    "tasklib.outcomes": "Cancel CancelInterrupt Fail Retry Snooze StopInterrupt TaskInterrupt TimeoutInterrupt",
+    "tasklib.outcomes": (
+        "Cancel CancelInterrupt Fail PauseQueue Retry Snooze StopInterrupt TaskInterrupt TimeoutInterrupt"
+    ),
     "tasklib.record": (
         "Attempt Task is_buried is_cancelled is_completed is_expired is_failed is_final is_pending is_retrying "
         "is_running"

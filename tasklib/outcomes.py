@@ -44,6 +44,21 @@ class Snooze(TaskSignal):
         self.delay_seconds = _checked_delay(delay_seconds)
 
 
+class PauseQueue(TaskSignal):
+    """Pause my queue in the whole cluster, until a moment or until it is resumed, and run me again after that. Costs no
+    retry.
+    """
+
+    def __init__(self, reason: str = "paused by a task", *, until: datetime | timedelta | None = None) -> None:
+        super().__init__(reason)
+        if isinstance(until, datetime) and until.tzinfo is None:
+            raise InvalidOptions(f"until={until!r} has no time zone. Use datetime.now(UTC) + timedelta(...)")
+        if until is not None and not isinstance(until, datetime | timedelta):
+            raise InvalidOptions(f"until={until!r} must be a datetime with a time zone, or a timedelta from now")
+        self.reason = reason
+        self.until = until
+
+
 class Cancel(TaskSignal):
     """There is nothing left to do: the task is cancelled."""
 
@@ -106,6 +121,8 @@ class TimedOut:
 @dataclass(frozen=True, slots=True)
 class Snoozed:
     delay_seconds: float
+    pause_reason: str | None = None  # the task asks for its queue to be paused
+    pause_until: float | None = None  # seconds since 1970; None: until it is resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +268,7 @@ def _decide(task: HeldTask, outcome: _Unfinished, now: datetime, rules: Rules) -
             return _failed("FAILED", task, problem, now, rules, may_retry=may_retry, delay=delay)
         case TimedOut(problem):
             return _failed("TIMED_OUT", task, problem, now, rules)
-        case Snoozed(delay):
+        case Snoozed(delay_seconds=delay):
             due_at = now + timedelta(seconds=delay)
             return Settlement(State.PENDING, "SNOOZED", due_at=due_at, scheduled_at=due_at)
         case Cancelled(problem, began):

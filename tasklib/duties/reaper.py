@@ -18,7 +18,6 @@ from tasklib.log import log
 from tasklib.outcomes import Crashed, Rules, decide
 from tasklib.runtime.metrics import WorkerMetrics
 from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
-from tasklib.statements.policies import PolicyStatements
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -44,7 +43,6 @@ class Reaper:
     ) -> None:
         self._session = session
         self._statements = statements
-        self._policies = PolicyStatements(config)
         self._metrics = metrics or WorkerMetrics()
         self._settling = RecoveryWriter(session, statements, self._metrics)
         self._keep_dead_seconds = keep_dead_seconds
@@ -59,7 +57,7 @@ class Reaper:
             return self._pause_seconds
         self._declare_dead()
         self._recover_abandoned()
-        self._session.run(self._policies.forget())
+        self._session.run(self._statements.policies.forget())
         if time.monotonic() >= self._forget_at:
             self._session.run(self._statements.forget_dead(self._keep_dead_seconds))
             self._forget_at = time.monotonic() + FORGET_EVERY_SECONDS

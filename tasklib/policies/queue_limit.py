@@ -84,7 +84,9 @@ class QueueLimit:
         """It may start something, or has just done so: claim without a look whether there are tasks."""
         if self.policy.has_cap and not self.own:
             return False
-        return self.policy.starts_per_second is None or self.waiting > 0 or (self.grants > 0 and now < self.grants_until)
+        return (
+            self.policy.starts_per_second is None or self.waiting > 0 or (self.grants > 0 and now < self.grants_until)
+        )
 
     def claim_room(self, average_seconds: float | None) -> int:
         """How many more to claim. None while a claim would not be worth its while."""
@@ -164,6 +166,17 @@ class QueueLimit:
             self.ask_at = -math.inf
             if self.policy.starts_per_second is None:
                 self.blocked_until = -math.inf
+
+    # --- its breaker ---
+
+    def note_attempt(self, epoch: int, error_code: str | None) -> None:
+        """An attempt has succeeded (None), or failed with this code. One of another epoch says nothing about now."""
+        if not self.policy.has_breaker or epoch != self.epoch:
+            return
+        if error_code is None:
+            self.succeeded += 1
+        elif self.policy.counts_as_failure(error_code):
+            self.failed += 1
 
     # --- grants of a rate ---
 

@@ -29,6 +29,8 @@ class Turns:
     def next_round(self, queues: Sequence[str], policies: Mapping[str, QueuePolicy], capacity: int) -> Iterator[Turn]:
         """Every queue at least once. A weighted queue comes a second time, for what others have left."""
         self._turn += 1
+        if not queues:
+            return iter(())
         if not any(queue in policies for queue in queues):
             first = self._turn % len(queues)
             return (Turn(queue, None) for queue in (*queues[first:], *queues[:first]))

@@ -24,7 +24,7 @@
 -- function note_transition(verb text, task_id uuid, queue text, before jsonb, after jsonb, reason text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp for public 893facd7fd2cdd5a4c9ceff4b2cb10ca
 -- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues search_path=pg_catalog, pg_temp 12e28b730722e221a6eb6f6f7772710d
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
--- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp 04733ca59fc6b0b06cc75647cfa9943b
+-- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker text, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp 8fe3f485b9e08614e43c9fd9e36f5348
 -- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp 5b0722c4b1848ac96c4fc79ca53c4ae1
 -- function policy_row_changed() returns trigger search_path=pg_catalog, pg_temp 1a8c7ab69b00eb2788b4e5f6be80e1d5
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa

@@ -111,6 +111,7 @@ class MixedClaim(NamedTuple):
     tasks: list[ClaimedTask]
     answered_at: datetime | None  # by the database's clock; None: nothing came
     reached: str | None  # the last queue that was looked at; None: there are no more behind it
+    policy_version: int | None = None  # it is not read
 
     @classmethod
     def from_rows(cls, rows: list[Row], worker_id: str) -> MixedClaim:

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from tasklib.sql import queries
 from tasklib.statements.claims import ClaimStatements
 from tasklib.statements.outcomes import OutcomeStatements
+from tasklib.statements.policies import PolicyStatements
 from tasklib.statements.statement import Row, Statement, read_column, read_nothing, read_value
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class WorkerStatements(ClaimStatements, OutcomeStatements):
         self._tasks = queries("tasks", config.schema)
         self._workers = queries("workers", config.schema)
         self._doorbell = queries("doorbell", config.schema)
+        self.policies = PolicyStatements(config)
 
     # --- the worker's row ---
 

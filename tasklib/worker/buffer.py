@@ -243,6 +243,12 @@ class Buffer:
         with self._lock:
             yield self._limited
 
+    def note_attempt(self, execution: Execution, error_code: str | None) -> None:
+        """For the breaker of its queue: it succeeded (None), or failed with this code."""
+        with self._lock:
+            if execution.limit is not None:
+                execution.limit.note_attempt(execution.breaker_epoch, error_code)
+
     @property
     def has_limits(self) -> bool:
         return bool(self._limited)
@@ -392,7 +398,9 @@ class Buffer:
         limited = self._limited
         if self._unprepared or self._is_short() or (limited and limited.wants_look(self._size.average_seconds)):
             after.append(self.on_free)
-        has_coroutines = self._waiting[True] or self._admitted[True] or (limited and limited.startable(is_coroutine=True))
+        has_coroutines = (
+            self._waiting[True] or self._admitted[True] or (limited and limited.startable(is_coroutine=True))
+        )
         if not is_coroutine and has_coroutines:
             after.append(self.on_work[True])
         if self._idle_threads:
@@ -475,7 +483,7 @@ class Buffer:
 
     def _waiting_count(self) -> int:
         unprepared = self._unprepared.unblocked() if self._unprepared else 0
-        limited = self._limited.startable(False) + self._limited.startable(True) if self._limited else 0
+        limited = sum(self._limited.startable(kind) for kind in (False, True)) if self._limited else 0
         return len(self._waiting[False]) + len(self._waiting[True]) + unprepared + limited
 
     def _all_waiting(self) -> list[Execution]:

@@ -16,9 +16,9 @@ from tasklib.clock import time
 from tasklib.database_errors import is_about_rows
 from tasklib.duties.promoter import Promoter
 from tasklib.log import log
-from tasklib.runtime.bad_rows import Aside, first_line
 from tasklib.policies.turns import Turns
-from tasklib.statements import Claim, MixedClaim
+from tasklib.runtime.bad_rows import Aside, first_line
+from tasklib.statements import MixedClaim
 from tasklib.worker.unwritten import grouped
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.runtime.metrics import Found
-    from tasklib.statements import ClaimedTask, Place, Statement
+    from tasklib.statements import Claim, ClaimedTask, Place, Statement
     from tasklib.worker.basis import Basis
     from tasklib.worker.lease import Lease
     from tasklib.worker.policy_watch import PolicyWatch
@@ -94,6 +94,10 @@ class DueTasks:
             self.promote_at = min(self.promote_at, time.monotonic() + self.poll_seconds)
         else:
             self.promote_at = time.monotonic() + (math.inf if claim.due_seconds is None else claim.due_seconds)
+
+    def note_no_claim(self) -> None:
+        """Every queue has a limit that leaves nothing to claim, so no claim tells when the next task is due."""
+        self.promote_at = min(self.promote_at, time.monotonic() + self.poll_seconds)
 
     def promote(self) -> bool:
         """Whether tasks became claimable."""
@@ -194,15 +198,13 @@ class Claims:
     def _claim_likely(self, capacity: int) -> bool:
         """True: some capacity was left when the likely queues were empty. Each time another queue is the first."""
         queues = self.policies.open(self._served.likely_queues())
-        is_short, exhausted = True, set[str]()
-        if not queues:
-            return is_short
+        is_short, exhausted, sent = True, set[str](), False
         for queue, share in self._turns.next_round(queues, self._served.policies.queues, capacity):
             limit = self.policies.claim_room(queue, capacity if share is None else min(share, capacity))
             if not limit or queue in exhausted:
                 continue
             has_floor = self.floors.of(queue) is not None
-            claim = self._claim(queue, limit)
+            claim, sent = self._claim(queue, limit), True
             capacity -= len(claim.tasks)
             self._turns.note(queue, len(claim.tasks), is_short=claim.is_short)
             if claim.is_short:
@@ -212,6 +214,8 @@ class Claims:
             is_short = is_short and claim.is_short and not has_floor
             if capacity == 0:
                 return False
+        if not sent:
+            self.due.note_no_claim()
         return is_short
 
     def _claim(self, queue: str, limit: int) -> Claim:
@@ -259,11 +263,11 @@ class Claims:
         sent_at = time.monotonic()
         try:
             claim = self._session.run(statement)
+            seconds = time.monotonic() - sent_at
+            self.policies.note_version(claim.policy_version, since=sent_at)  # before anything of it can start
         except psycopg.Error:
             self._reconciliation.require_twice()
             raise
-        seconds = time.monotonic() - sent_at
-        self.policies.note_version(claim.policy_version if isinstance(claim, Claim) else None, since=sent_at)
         if claim.tasks and claim.answered_at is not None:
             self._basis.clock.set(claim.answered_at, sent_at)
             self._preparation.add(self._served.executions(claim.tasks))

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
 from tasklib.clock import time
+from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
 from tasklib.outcomes import succeeded
 from tasklib.runtime.bad_rows import first_line, send_apart
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from uuid import UUID
 
-    from tasklib.outcomes import Completed, Settlement
+    from tasklib.outcomes import Completed, Settlement, Snoozed
     from tasklib.runtime.database_clock import DatabaseClock, Reading
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.session import Session
@@ -53,6 +55,7 @@ class FinishLoop:
         self.outcome_writer = UnwrittenOutcomes(session, statements, buffer, metrics)
         self._progress: dict[Execution, str] = {}  # the last report of each task that is not written yet
         self._progress_at = 0.0
+        self._pauses: deque[tuple[Execution, Snoozed]] = deque()
         self._flushed_at = -math.inf
         self._is_gathering = False  # the next round comes within GATHER_SECONDS
         self.is_resting = False  # for longer than a task may stay unmarked: to start one wakes the loop
@@ -77,8 +80,13 @@ class FinishLoop:
         """Its last report, if that is not written yet."""
         return self._progress.pop(execution, None)
 
+    def add_pause(self, execution: Execution, snoozed: Snoozed) -> None:
+        """It asks for its queue to be paused. That is written before the outcome, which makes the task claimable."""
+        self._pauses.append((execution, snoozed))
+
     def run_once(self) -> float | None:
         self.is_resting = False
+        self._write_pauses()
         self.outcome_writer.try_blocked_again()
         self._is_gathering = False
         while len(self.outcome_writer) and self._gathering_left() <= 0:
@@ -146,6 +154,21 @@ class FinishLoop:
                     each.not_before = now + LOCKED_PAUSE_SECONDS
                 else:
                     each.is_marked = True  # also if it belongs to another worker: its end will tell
+
+    def _write_pauses(self) -> None:
+        while self._pauses:
+            execution, snoozed = self._pauses[0]
+            task = execution.task
+            pause = self._statements.policies.pause(
+                task.queue, snoozed.pause_reason or "", snoozed.pause_until, f"task {task.id}"
+            )
+            try:
+                self._session.run(pause)
+            except psycopg.Error as error:
+                if is_connection_lost(error):
+                    raise
+                log.error("queue.not_paused", queue=task.queue, task_id=task.id, error=first_line(error))
+            self._pauses.popleft()
 
     def _write_progress(self) -> None:
         """A report is kept until it is written. If the task ends in the meantime, its outcome takes the report along.

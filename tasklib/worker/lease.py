@@ -17,7 +17,6 @@ from tasklib.clock import time
 from tasklib.log import log
 from tasklib.runtime.bad_rows import first_line, send_apart
 from tasklib.statements import WorkerDescription
-from tasklib.statements.policies import PolicyStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +37,6 @@ class Lease:
         self._basis = basis
         self._session = basis.sessions["lease"]
         self._statements = basis.statements
-        self._policies = PolicyStatements(basis.config)
         self._buffer = buffer
         self._clock = basis.clock
         self._seconds = config.lease_seconds
@@ -82,7 +80,7 @@ class Lease:
     def give_up(self) -> None:
         """Deregister. Every task is finished or given back."""
         if self._is_registered:
-            self._session.run(self._policies.give_up(self.worker_id))
+            self._session.run(self._statements.policies.give_up(self.worker_id))
             self._session.run(self._statements.deregister(self.worker_id))
             self._is_registered = False
         self.valid_until = -math.inf

@@ -1,5 +1,5 @@
-"""The part of the buffer for queues with a limit. Each has lanes of its own, so that a task that has to wait for a permit
-or a grant keeps no other task waiting. The buffer's lock guards all of it.
+"""The part of the buffer for queues with a limit. Each has lanes of its own, so that a task that waits for a permit or
+a grant keeps no other task waiting. The buffer's lock guards all of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class LimitedQueues:
         the waiting tasks of queues that have no limit any more.
         """
         before = self.by_queue | ({} if self.cluster is None else {ALL_QUEUES: self.cluster})
-        limits = {queue: before.pop(queue, None) or LimitedQueue(policy, self._slots) for queue, policy in policies.items()}
+        limits = {
+            queue: before.pop(queue) if queue in before else LimitedQueue(policy, self._slots)
+            for queue, policy in policies.items()
+        }
         for queue, limit in limits.items():
             limit.policy = policies[queue]
         self.cluster = limits.pop(ALL_QUEUES, None)
@@ -106,8 +109,8 @@ class LimitedQueues:
         return execution.limit is None or execution.limit.room(time.monotonic()) > 0
 
     def take_beside(self, others: deque[Execution], is_coroutine: bool, most: int) -> list[Execution]:
-        """The next tasks, of these queues and of `others`, which have no limit. Each kind is the first every other time,
-        so that neither starves.
+        """The next tasks, of these queues and of `others`, which have no limit. Each kind is first every other time, so
+        that neither starves.
         """
         self._is_first = not self._is_first
         taken = self._take(is_coroutine, most) if self._is_first else []
@@ -131,7 +134,8 @@ class LimitedQueues:
     def wants_look(self, average_seconds: float | None) -> bool:
         """A task has ended, and the claimer may claim another one, or ask for grants."""
         return any(
-            each.waiting and not each.room(time.monotonic()) or each.may_have_more and each.claim_room(average_seconds)
+            (each.waiting and not each.room(time.monotonic()))
+            or (each.may_have_more and each.claim_room(average_seconds))
             for each in self.by_queue.values()
         )
 

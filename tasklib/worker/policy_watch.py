@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from tasklib.clock import time
 from tasklib.policies.queue_policy import Policies
-from tasklib.statements.policies import PolicyStatements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ MOST_SEEN = 1_000
 class PolicyWatch:
     def __init__(self, basis: Basis, lease: Lease, buffer: Buffer) -> None:
         self._session = basis.sessions["claim"]
-        self._statements = PolicyStatements(basis.config)
+        self._statements = basis.statements.policies
         self._served = basis.served
         self._clock = basis.clock
         self._lease = lease

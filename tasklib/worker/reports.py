@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 from tasklib.attempt_log import log_attempt
 from tasklib.clock import time
 from tasklib.log import log, task_log, task_logger
-from tasklib.outcomes import CancelInterrupt, Completed, Interrupted, Rules, Settlement, decide, succeeded
+from tasklib.outcomes import (
+    CancelInterrupt,
+    Completed,
+    Failed,
+    Interrupted,
+    Rules,
+    Settlement,
+    Snoozed,
+    TimedOut,
+    decide,
+    succeeded,
+)
 from tasklib.retry import Exponential
 from tasklib.worker.forks import call_in_one_process
 
@@ -97,6 +108,8 @@ class Reports:
                 if is_logged:
                     _log(execution, succeeded(outcome), seconds)
                 continue
+            if isinstance(outcome, Snoozed) and outcome.pause_reason is not None:
+                self._finish_loop.add_pause(execution, outcome)
             settlement = self.decide(execution, outcome, reading.at(moment))
             self._finish_loop.add(execution, settlement, moment, reading)
             if settlement.began:
@@ -105,9 +118,18 @@ class Reports:
                 self.buffer.dropped(execution)
             if is_logged or settlement.problem is not None:
                 _log(execution, settlement, seconds)
+        if self.buffer.has_limits:
+            self._tell_breakers(reports)
         self.buffer.done(done)
         if self._finish_loop.is_to_be_woken:
             self._loops["finish"].wake()
+
+    def _tell_breakers(self, reports: Sequence[Report]) -> None:
+        for execution, outcome, _ in reports:
+            if isinstance(outcome, Completed):
+                self.buffer.note_attempt(execution, None)
+            elif isinstance(outcome, Failed | TimedOut):
+                self.buffer.note_attempt(execution, outcome.problem.code)
 
     def decide(self, execution: Execution, outcome: Outcome, now: datetime) -> Settlement:
         """The backoff is a function of the user's: if it fails, the default policy decides."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from tasklib.errors import DatabaseUnavailable, TaskNotRegistered
@@ -16,6 +17,7 @@ from tasklib.outcomes import (
     Fail,
     Failed,
     Interrupted,
+    PauseQueue,
     Problem,
     Retry,
     Snooze,
@@ -26,6 +28,7 @@ from tasklib.outcomes import (
     delay_of_free_run,
     has_free_runs,
 )
+from tasklib.worker.policy_watch import READ_EVERY_SECONDS
 from tasklib.worker.problems import problem_of
 from tasklib.worker.result_encoding import encode_result
 
@@ -81,7 +84,7 @@ def outcome_of(execution: Execution, error: BaseException) -> Outcome:
         return Failed(Problem("UNREADABLE_ERROR", type(broken).__name__, f"{type(error).__qualname__}: (unreadable)"))
 
 
-def _meaning(execution: Execution, error: BaseException) -> Outcome:
+def _meaning(execution: Execution, error: BaseException) -> Outcome:  # noqa: PLR0911 - one for each signal
     options = execution.function.task_options if execution.function is not None else None
     codes = options.error_codes if options is not None else None
     match error:
@@ -91,12 +94,20 @@ def _meaning(execution: Execution, error: BaseException) -> Outcome:
             return Failed(problem_of(error, codes), delay_seconds=error.delay_seconds)
         case Snooze():
             return Snoozed(error.delay_seconds)
+        case PauseQueue():
+            return _paused(error)
         case Cancel():
             return Cancelled(problem_of(error, code="CANCELLED"))
         case Fail():
             return Failed(problem_of(error, codes), may_retry=False)
         case _:
             return _raised(execution.task, error, options)
+
+
+def _paused(error: PauseQueue) -> Snoozed:
+    """The task waits until every worker knows of the pause."""
+    until = datetime.now(UTC) + error.until if isinstance(error.until, timedelta) else error.until
+    return Snoozed(READ_EVERY_SECONDS, error.reason or "paused by a task", None if until is None else until.timestamp())
 
 
 def _raised(task: HeldTask, error: BaseException, options: TaskOptions | None) -> Outcome:
