@@ -216,6 +216,7 @@ class Recoveries:
         self._session = session
         self._statements = keeper_statements
         self._metrics = metrics or WorkerMetrics()
+        self._policies = statements.policies
         self._settling = RecoveryWriter(session, statements, self._metrics)
         self._on_recovered = on_recovered
         self._application_name = _application_name(config)
@@ -267,6 +268,7 @@ class Recoveries:
         if case.swept_at is None:
             self._session.run(self._statements.declare_dead(case.report.worker_id))
             self._report(case)
+        self._session.run(self._policies.forget())
         self._plan_next(case)
 
     def _plan_next(self, case: _Case) -> None:
