@@ -33,6 +33,11 @@ class QueuePolicy:
         return self.is_paused and (self.paused_until is None or now < self.paused_until)
 
     @property
+    def needs_own_claim(self) -> bool:
+        """A claim from many queues at once cannot obey it."""
+        return self.is_limited or self.ageing_seconds is not None or self.rank != 0
+
+    @property
     def is_limited(self) -> bool:
         """Its tasks may have to wait although slots are free."""
         return self.is_paused or self.has_cap or self.max_per_worker is not None or self.starts_per_second is not None

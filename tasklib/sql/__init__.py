@@ -30,17 +30,19 @@ def in_schema(sql: str, schema: str) -> LiteralString:
 @functools.cache
 def queries(noun: str, schema: str) -> dict[str, LiteralString]:
     """The named queries of one file: `-- name: get` up to the next name. Each `:part` is replaced by its text."""
-    parts = _parts()
-    mention = re.compile(f":({'|'.join(parts)})\\b")
-    return {
-        name: in_schema(mention.sub(lambda found: parts[found[1]], body), schema)
-        for name, body in _named(_QUERY_NAME, f"{noun}.sql")
-    }
+    return {name: in_schema(_with_parts(body), schema) for name, body in _named(_QUERY_NAME, f"{noun}.sql")}
 
 
 def columns(part: str) -> list[str]:
     """The names of the columns in a part, in their order: rows are read by these names."""
     return [re.split(r"[ \n]", column)[-1] for column in _COMMA.split(_parts()[part])]
+
+
+def _with_parts(body: str) -> str:
+    """A part may contain others."""
+    parts = _parts()
+    mention = re.compile(f":({'|'.join(parts)})\\b")
+    return mention.sub(lambda found: _with_parts(parts[found[1]]), body)
 
 
 @functools.cache

@@ -52,3 +52,38 @@ union all
 select (select queue from tasklib.tasks
          where ready and queue operator(pg_catalog.>) queues.queue order by queue limit 1)
 from queues where queues.queue is not null
+
+
+-- How a claim goes on when `next` has the ids: the tasks are taken and the claim is noted; what a worker has to know before it sleeps
+-- is added if the claim is short. $1: the worker, $4: the limit, $5: how long tasks are locked, $6: see `claim`.
+-- part: take_next
+taken as (
+    update tasklib.tasks
+       set state = 'claimed', ready = false, due_at = null, next_retry_at = null, worker_id = $1::text,
+           fencing_token = fencing_token + 1,
+           (claimed_at, locked_until) = (
+               select now, now + $5::double precision * interval '1 second' from (values (clock_timestamp())) as clock (now))
+     where id = any(array(select id from next))
+    returning :taken_columns
+), noted as (
+    insert into tasklib.claims (worker_id, locked_until, task_ids)
+    select $1::text, max(locked_until), array_agg(id) from taken having count(*) > 0
+    returning id as claim_id
+), known as (
+    select count(*) < $4::integer as is_short, 16777216 / greatest(count(*), 1) as most_bytes from next
+)
+select :claimed_columns, is_short,
+       case when is_short
+            then (select true from tasklib.tasks where ready and suspect order by priority desc, created_at, id limit 1)
+       end as has_suspects,
+       case when is_short
+            then (select date_part('epoch', min(due_at) - clock_timestamp()) from tasklib.tasks where due_at is not null)
+       end as due_seconds,
+       case when is_short and $6::text[] is not null then exists (
+           with recursive queues as (
+               (select queue from tasklib.tasks where ready order by queue limit 1)
+               :further_queues
+           )
+           select from queues where queue <> all($6::text[])) end as has_elsewhere,
+       case when is_short then (select version from tasklib.policy) end as policy_version
+from known left join (taken cross join noted) on true

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
 
+MOST_AGEING_STEPS = 1_000  # as in `claim_aged`
 LEAST_PATIENCE_SECONDS = 10.0  # with a worker that has no row: it may be about to find that out
 
 
@@ -79,6 +80,7 @@ _PLACE = _FROM_ONE.getter(*Place._fields)
 _OF_ONE = _FROM_ONE.getter(
     "answered_epoch", "is_short", "has_suspects", "due_seconds", "has_elsewhere", "policy_version"
 )
+_AGE = _FROM_ONE.getter("submitted", "priority", "claimed_epoch")
 _OF_MANY = _FROM_MANY.getter("answered_epoch", "reached")
 
 
@@ -153,6 +155,27 @@ class ClaimStatements:
         )  # fmt: skip
         read = functools.partial(Claim.from_rows, worker_id=worker_id, queue=queue)
         return Statement(self._claims["claim"], parameters, read, as_bytes=lambda: as_texts(parameters))
+
+    def claim_aged(
+        self,
+        worker_id: str,
+        queue: str,
+        names: Sequence[str],
+        limit: int,
+        *,
+        ageing_seconds: float,
+        queues: Sequence[str] | None = None,
+        aside: Iterable[UUID] = (),
+    ) -> Statement[Claim]:
+        """As `claim`, for a queue whose tasks gain priority as they wait."""
+        known = None if queues is None else list(queues)
+        parameters = (worker_id, queue, list(names), limit, self._lock_seconds, known, ageing_seconds, _texts(aside))
+
+        def read(rows: list[Row]) -> Claim:
+            claim = Claim.from_rows(rows, worker_id, queue)
+            return claim._replace(tasks=_in_aged_order(rows, claim.tasks, ageing_seconds), reached=None)
+
+        return Statement(self._claims["claim_aged"], parameters, read, as_bytes=lambda: as_texts(parameters))
 
     def claim_each(
         self,
@@ -230,6 +253,18 @@ class ClaimStatements:
 
     def forget_claim(self, worker_id: str, claim_id: int) -> Statement[None]:
         return Statement(self._claims["forget"], (worker_id, claim_id), read_nothing)
+
+
+def _in_aged_order(rows: list[Row], tasks: list[ClaimedTask], ageing_seconds: float) -> list[ClaimedTask]:
+    """`from_rows` has put rows and tasks into the order of the queue. The sort is stable, so that of equal ones the task
+    with the higher priority stays first.
+    """
+
+    def effective(pair: tuple[Row, ClaimedTask]) -> int:
+        submitted, priority, claimed = _AGE(pair[0])
+        return -(priority + min(int(max(claimed - submitted, 0.0) / ageing_seconds), MOST_AGEING_STEPS))
+
+    return [task for _, task in sorted(zip(rows, tasks, strict=False), key=effective)]
 
 
 def _texts(ids: Iterable[UUID]) -> list[str]:

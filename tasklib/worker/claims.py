@@ -221,7 +221,15 @@ class Claims:
     def _claim(self, queue: str, limit: int) -> Claim:
         likely = self._served.likely_queues() if self._served.serves_others else None
 
+        policy = self._served.policies.queues.get(queue)
+        ageing = None if policy is None else policy.ageing_seconds
+
         def statement(limit: int) -> Statement[Claim]:
+            if ageing is not None:
+                return self._statements.claim_aged(
+                    self._lease.worker_id, queue, self._served.names(), limit, ageing_seconds=ageing, queues=likely,
+                    aside=self.refused(),
+                )  # fmt: skip
             return self._statements.claim(
                 self._lease.worker_id, queue, self._served.names(), limit, queues=likely,
                 floor=self.floors.of(queue), aside=self.refused(),

@@ -61,14 +61,14 @@ class Served:
             self._reading = None
 
     def set_policies(self, policies: Policies) -> None:
-        """Queues with a limit are claimed from one by one."""
+        """Queues whose policy asks for it are claimed from one by one."""
         self.policies = policies
         self._reading = None
 
-    def _limited(self) -> list[str]:
+    def _with_own_claim(self) -> list[str]:
         return [
             name for name, policy in self.policies.queues.items()
-            if policy.is_limited and (self.queues is None or name in self.queues)
+            if policy.needs_own_claim and (self.queues is None or name in self.queues)
         ]  # fmt: skip
 
     def _read(self) -> Reading:
@@ -81,7 +81,9 @@ class Served:
             declared = list(dict.fromkeys(self.queues if self.queues is not None else own)) or [DEFAULT_QUEUE]
             if len(declared) > MOST_LIKELY_QUEUES:
                 declared = [DEFAULT_QUEUE] if DEFAULT_QUEUE in declared else declared[:1]
-            reading = Reading(revision, registered, list(dict.fromkeys([*declared, *self._found, *self._limited()])))
+            reading = Reading(
+                revision, registered, list(dict.fromkeys([*declared, *self._found, *self._with_own_claim()]))
+            )
             self._reading = reading
         return reading
 

@@ -269,3 +269,24 @@ def test_a_queue_of_a_higher_rank_comes_first(client: tasklib.Client, config: ta
     with running(config, concurrency=1, buffer_size=0, queues=["default", "urgent"]):
         wait_until(lambda: len(order) == 6, "all to run")
     assert order == ["urgent"] * 3 + ["default"] * 3
+
+
+def test_waiting_raises_priority(client: tasklib.Client, config: tasklib.Config, conn: Conn) -> None:
+    """A step for each minute: an old task of a low priority comes before a new one of a higher priority."""
+    set_queue(conn, '{"ageing_seconds": 60}')
+    order: list[int] = []
+
+    @tasklib.task
+    def job(number: int) -> None:
+        order.append(number)
+
+    waited = {1: (0, 0), 2: (3, 0), 3: (0, 4 * 60 + 5), 4: (-10, 12 * 60 + 5), 5: (3, 65), 6: (0, 0)}
+    for number, (priority, seconds) in waited.items():
+        task_id = client.submit_task(job, number, priority=priority)
+        conn.execute(
+            "update tasklib.tasks set created_at = created_at - %s * interval '1 second' where id = %s",
+            [seconds, task_id],
+        )
+    with running(config, concurrency=1, buffer_size=0):
+        wait_until(lambda: len(order) == 6, "all to run")
+    assert order == [5, 3, 2, 4, 1, 6]
