@@ -256,13 +256,14 @@ class ClaimStatements:
 
 
 def _in_aged_order(rows: list[Row], tasks: list[ClaimedTask], ageing_seconds: float) -> list[ClaimedTask]:
-    """`from_rows` has put rows and tasks into the order of the queue. The sort is stable, so that of equal ones the task
-    with the higher priority stays first.
+    """`from_rows` has put rows and tasks into the order of the queue. The sort is stable: of equal ones, the task with
+    the higher priority stays first.
     """
 
     def effective(pair: tuple[Row, ClaimedTask]) -> int:
         submitted, priority, claimed = _AGE(pair[0])
-        return -(priority + min(int(max(claimed - submitted, 0.0) / ageing_seconds), MOST_AGEING_STEPS))
+        steps = min(int(max(claimed - submitted, 0.0) / ageing_seconds), MOST_AGEING_STEPS)
+        return -int(priority + steps)
 
     return [task for _, task in sorted(zip(rows, tasks, strict=False), key=effective)]
 

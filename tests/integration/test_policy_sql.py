@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 
 from tests.support.raw_sql import literal
+from tests.support.working import ManualWorker
 
 if TYPE_CHECKING:
+    import tasklib
     from tests.support.raw_sql import Conn
 
 pytestmark = pytest.mark.postgres_versions
@@ -192,3 +196,34 @@ def test_a_worker_that_knows_no_policies_is_refused_while_they_are_used(conn: Co
     with pytest.raises(psycopg.Error, match="does not know policies"):
         register(conn, "{}")
     register(conn, "{policies}")
+
+
+AGES = """
+insert into tasklib.tasks (name, priority, created_at, scheduled_at)
+select 'job', priority, now() - age * interval '1 second', now() - age * interval '1 second'
+  from unnest(%s::integer[], %s::double precision[]) as given (priority, age)
+"""
+IN_ORDER = """
+select id from tasklib.tasks where ready
+ order by priority + least(floor(extract(epoch from clock_timestamp() - created_at) / 60), 1000) desc, priority desc,
+          created_at, id
+ limit %s
+"""
+
+
+def test_a_claim_by_age_takes_what_brute_force_would(conn: Conn, config: tasklib.Config) -> None:
+    """Random backlogs. Ages keep away from full steps, so that the clock between the two looks does not matter."""
+    dice = random.Random(17)
+    with contextlib.closing(ManualWorker(config, "worker")) as worker:
+        for _ in range(30):
+            count, limit = dice.randrange(1, 80), dice.randrange(1, 30)
+            priorities = [dice.choice([-5, 0, 0, 3, 10]) for _ in range(count)]
+            ages = [60 * dice.randrange(20) + dice.uniform(5, 55) for _ in range(count)]
+            conn.execute(AGES, [priorities, ages])
+            wanted = [row[0] for row in conn.execute(literal(IN_ORDER), [limit])]
+            claim = worker.session.run(
+                worker.statements.claim_aged(worker.id, "default", ["job"], limit, ageing_seconds=60.0)
+            )
+            assert [task.held.id for task in claim.tasks] == wanted
+            assert claim.is_short == (count < limit)
+            conn.execute("delete from tasklib.tasks")

@@ -1,4 +1,4 @@
-"""What a worker may start of a queue with a limit, and when it asks for more: without a database, at moments of ours."""
+"""What a worker may start of a queue with a limit, and when it asks for more. Time is a number here."""
 
 from __future__ import annotations
 
