@@ -7,18 +7,18 @@ The claimer adds executions, and the runners take them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tasklib.clock import time
-from tasklib.worker.limited_queues import LimitedQueues
 from tasklib.worker.unprepared import DRAIN_SECONDS, Unprepared
+from tasklib.worker.unsettled import Unsettled
+from tasklib.worker.waiting_lanes import WaitingLanes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from tasklib.policies.queue_policy import QueuePolicy
     from tasklib.worker.execution import Execution
@@ -81,16 +81,14 @@ class Buffer:
         self.concurrency = concurrency
         self._may_start = may_start
         self._size = BufferSize(concurrency, size)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # by is_coroutine
-        self._limited = LimitedQueues(concurrency)
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self._waiting = WaitingLanes(concurrency)
+        self.limits = self._waiting.limited  # guarded by the lock
         self._unprepared = Unprepared()
         self._admitted: dict[bool, deque[Execution]] = {False: deque(), True: deque()}  # prepared, with a slot
-        # By execution, not by task: a task that goes back may be claimed again before its end is noted here.
         self._executing: dict[Execution, None] = {}
-        self._unsettled: dict[Execution, None] = {}
-        self._claims: Counter[int] = Counter()  # how many tasks of each claim are unsettled
+        self._unsettled = Unsettled()
         self.is_open = True
         self._may_take = True  # open, and not paused
         self._idle_threads = 0
@@ -106,7 +104,7 @@ class Buffer:
 
     def capacity(self) -> int:
         """How many more tasks to claim. None while a claim would not be worth its while."""
-        with self._lock:
+        with self.lock:
             if not self._may_take or self._unprepared.one_must_be_alone() or self._one_runs_alone():
                 return 0
             held = len(self._executing) + self._waiting_count()
@@ -123,7 +121,7 @@ class Buffer:
         """How many suspects to claim. One for each free slot, if they can have processes of their own. One, if that may
         become so soon, or if the worker is empty soon. As a last resort, one also if neither is so.
         """
-        with self._lock:
+        with self.lock:
             if not self._may_take or not self._may_start() or self._one_runs_alone():
                 return 0
             if self._unprepared.suspects():
@@ -134,22 +132,21 @@ class Buffer:
             return int(self._is_empty_soon() or (processes_are_offered and free > 0) or is_last_resort)
 
     def is_empty_soon(self) -> bool:
-        with self._lock:
+        with self.lock:
             return self._is_empty_soon()
 
     def add(self, executions: Iterable[Execution]) -> list[Execution]:
         """The answer: those that have to go back, because the worker stops or pauses."""
         kinds = set()
-        with self._lock:
+        with self.lock:
             for each in executions:
-                self._unsettled[each] = None
-                self._claims[each.claimed.claim_id] += 1
-                if self._limited:
-                    each.limit = self._limited.by_queue.get(each.task.queue)
+                self._unsettled.add(each)
+                if self.limits:
+                    each.limit = self.limits.by_queue.get(each.task.queue)
                 if each.needs_preparation:
                     self._unprepared.put(each)
                 else:
-                    self._put(each)
+                    self._waiting.put(each)
                     kinds.add(each.is_coroutine)
             self._last_take = time.monotonic()
             late = [] if self._may_take else self._pop_waiting()
@@ -160,16 +157,16 @@ class Buffer:
         return late
 
     def waiting_suspects(self) -> list[Execution]:
-        with self._lock:
+        with self.lock:
             return self._unprepared.suspects()
 
     def has_unprepared(self) -> bool:
-        with self._lock:
+        with self.lock:
             return bool(self._unprepared)
 
     def next_to_prepare(self) -> Execution | None:
         """The next unprepared execution for which there is a slot. It has its slot from here on."""
-        with self._lock:
+        with self.lock:
             if not self._unprepared or not self._may_take or not self._may_start():
                 return None
             found = self._unprepared.next_fitting(self._fits)
@@ -181,7 +178,7 @@ class Buffer:
 
     def postpone(self, execution: Execution, seconds: float) -> bool:
         """Another session has locked its row: prepare it later. False: the worker stops or pauses."""
-        with self._lock:
+        with self.lock:
             self._end(execution)
             if not self._may_take:
                 return False
@@ -191,7 +188,7 @@ class Buffer:
 
     def admit(self, execution: Execution) -> bool:
         """It is prepared: the next free runner takes it, in the slot that it has. False: the worker stops or pauses."""
-        with self._lock:
+        with self.lock:
             if not self._may_take:
                 return False
             self._admitted[execution.is_coroutine].append(execution)
@@ -203,8 +200,8 @@ class Buffer:
         """The executions that have to go back. They wait for slots that do not become free, for a task that has to run
         alone, or for tasks that take longer than those by which the buffer's size was chosen.
         """
-        with self._lock:
-            if self._limited and (excess := self._limited.pop_excess(self._size.average_seconds)):
+        with self.lock:
+            if self.limits and (excess := self.limits.pop_excess(self._size.average_seconds)):
                 return excess
             if not self._waiting_count():
                 return []
@@ -227,35 +224,12 @@ class Buffer:
 
     def set_policies(self, policies: Mapping[str, QueuePolicy]) -> None:
         """From now on these queues have limits, and no others."""
-        with self._lock:
-            waiting = [each for lane in self._waiting.values() for each in lane]
-            for lane in self._waiting.values():
-                lane.clear()
-            waiting += self._limited.set(policies, self._executing)
-            for each in (*waiting, *self._unprepared):
-                each.limit = self._limited.by_queue.get(each.task.queue)
-            for each in waiting:
-                self._put(each)
-
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[LimitedQueues]:
-        """The limits, under the buffer's lock."""
-        with self._lock:
-            yield self._limited
-
-    def note_attempt(self, execution: Execution, error_code: str | None) -> None:
-        """For the breaker of its queue: it succeeded (None), or failed with this code."""
-        with self._lock:
-            if execution.limit is not None:
-                execution.limit.note_attempt(execution.breaker_epoch, error_code)
-
-    @property
-    def has_limits(self) -> bool:
-        return bool(self._limited)
+        with self.lock:
+            self._waiting.set_policies(policies, self._executing, self._unprepared)
 
     def free_slots(self, limit: LimitedQueue | None = None) -> int:
-        """For tasks under this limit. The caller is inside of `limited`."""
-        if limit is not None and limit is self._limited.cluster:
+        """For tasks under this limit. The caller has the lock."""
+        if limit is not None and limit is self.limits.cluster:
             limit.waiting = len(self._all_waiting())
             return self.concurrency - len(self._executing)
         return self._slots() - len(self._executing)
@@ -267,17 +241,17 @@ class Buffer:
     # --- for the runners ---
 
     def take(self, *, is_coroutine: bool) -> Execution | None:
-        with self._lock:
+        with self.lock:
             return next(iter(self._take(is_coroutine, most=1)), None)
 
     def take_all(self) -> list[Execution]:
         """All coroutines that may start now, for the event loop."""
-        with self._lock:
+        with self.lock:
             return self._take(is_coroutine=True, most=self.concurrency)
 
     def wait_and_take(self) -> Execution | None:
         """The next execution for a thread. None: the buffer is closed."""
-        with self._lock:
+        with self.lock:
             self._idle_threads += 1
             try:
                 while self.is_open:
@@ -290,10 +264,8 @@ class Buffer:
 
     def threads_wanted(self, threads: int) -> int:
         """How many more threads to start, so that nothing waits for a thread."""
-        with self._lock:
-            runnable = len(self._waiting[False]) + len(self._admitted[False])
-            if self._limited:
-                runnable += self._limited.startable(is_coroutine=False)
+        with self.lock:
+            runnable = self._waiting.startable(is_coroutine=False) + len(self._admitted[False])
             missing = min(runnable, self.concurrency) - self._idle_threads
             return max(min(missing, self.concurrency - threads), 0)
 
@@ -301,7 +273,7 @@ class Buffer:
         """Executions and their durations. They have ended, and are held until their outcomes are committed."""
         if not ended:
             return
-        with self._lock:
+        with self.lock:
             average = self._size.average_seconds
             for execution, seconds in ended:
                 self._end(execution)
@@ -314,39 +286,34 @@ class Buffer:
 
     def dropped(self, execution: Execution) -> None:
         """It will not begin."""
-        with self._lock:
+        with self.lock:
             self._end(execution)
         self._free(is_coroutine=execution.is_coroutine)
 
     # --- for all ---
 
     def executing(self) -> list[Execution]:
-        with self._lock:
+        with self.lock:
             return list(self._executing)
 
     def held(self) -> list[Execution]:
-        with self._lock:
+        with self.lock:
             return list(self._unsettled)
 
     def claims_ended_by(self, executions: Collection[Execution]) -> list[int]:
         """The claims of which nothing is held any more once these are settled."""
-        with self._lock:
-            return [claim for claim, count in self._unsettled_of(executions).items() if count == self._claims[claim]]
+        with self.lock:
+            return self._unsettled.claims_ended_by(executions)
 
     def settled(self, executions: Collection[Execution]) -> None:
         """Their outcomes are committed, or they were lost to another worker."""
-        with self._lock:
-            for claim, count in self._unsettled_of(executions).items():
-                self._claims[claim] -= count
-                if not self._claims[claim]:
-                    del self._claims[claim]
-            for each in executions:
-                self._unsettled.pop(each, None)
+        with self.lock:
+            self._unsettled.settle(executions)
         self.on_settled(executions)
 
     def remove_waiting(self, executions: Iterable[Execution]) -> list[Execution]:
         """Take out those that have not started, and return them."""
-        with self._lock:
+        with self.lock:
             named = set(executions)
             removed = self._pop([each for each in self._all_waiting() if each in named])
         if removed:
@@ -355,39 +322,39 @@ class Buffer:
 
     def close(self) -> list[Execution]:
         """Nothing starts from now on. The answer: what has not started."""
-        with self._lock:
+        with self.lock:
             self.is_open = self._may_take = False
             self._changed.notify_all()
             return self._pop_waiting()
 
     def pause(self) -> list[Execution]:
         """Nothing starts until `resume`. The answer: what has not started."""
-        with self._lock:
+        with self.lock:
             self._may_take = False
             return self._pop_waiting()
 
     def resume(self) -> None:
-        with self._lock:
+        with self.lock:
             self._may_take = self.is_open
 
     def wake_runners(self) -> None:
         """Executions that could not start may be able to now."""
-        with self._lock:
+        with self.lock:
             self._changed.notify_all()
         self.on_work[True]()
 
     def counts(self) -> tuple[int, int]:
         """How many wait, and how many execute."""
-        with self._lock:
+        with self.lock:
             return self._waiting_count(), len(self._executing)
 
     def is_idle(self) -> bool:
-        with self._lock:
+        with self.lock:
             return not self._unsettled
 
     def _free(self, *, is_coroutine: bool) -> None:
         """A slot is free. The event loop that has just ended a coroutine takes the next one by itself."""
-        with self._lock:
+        with self.lock:
             after = self._after_end(is_coroutine)
         for each in after:
             each()
@@ -395,13 +362,9 @@ class Buffer:
     def _after_end(self, is_coroutine: bool) -> list[Callable[[], None]]:
         """What to call when the lock is released."""
         after = []
-        limited = self._limited
-        if self._unprepared or self._is_short() or (limited and limited.wants_look(self._size.average_seconds)):
+        if self._unprepared or self._is_short() or self.limits.wants_look(self._size.average_seconds):
             after.append(self.on_free)
-        has_coroutines = (
-            self._waiting[True] or self._admitted[True] or (limited and limited.startable(is_coroutine=True))
-        )
-        if not is_coroutine and has_coroutines:
+        if not is_coroutine and (self._admitted[True] or self._waiting.startable(is_coroutine=True)):
             after.append(self.on_work[True])
         if self._idle_threads:
             self._changed.notify_all()
@@ -410,16 +373,13 @@ class Buffer:
     def _take(self, is_coroutine: bool, most: int) -> list[Execution]:
         if not self._may_take or not self._may_start():
             return []
-        admitted, lane = self._admitted[is_coroutine], self._waiting[is_coroutine]
+        admitted = self._admitted[is_coroutine]
         taken = [admitted.popleft() for _ in range(min(len(admitted), most))]
         reserved = self._unprepared.reserved() if self._unprepared else 0
         free = min(most - len(taken), self._slots() - len(self._executing) - reserved)
         is_held_back = bool(self._unprepared) and self._unprepared.hold_back_others(self._fits)
-        if free > 0 and (lane or self._limited) and not is_held_back and not self._one_runs_alone():
-            if self._limited:
-                started = self._limited.take_beside(lane, is_coroutine, free)
-            else:
-                started = [lane.popleft() for _ in range(min(free, len(lane)))]
+        if free > 0 and not is_held_back and not self._one_runs_alone():
+            started = self._waiting.take(is_coroutine, free)
             if started:
                 self._begin(started)
                 self._is_stuck = False
@@ -427,36 +387,25 @@ class Buffer:
                 taken += started
         return taken
 
-    def _put(self, execution: Execution) -> None:
-        if execution.limit is None:
-            self._waiting[execution.is_coroutine].append(execution)
-        else:
-            execution.limit.put(execution)
-
     def _begin(self, executions: list[Execution]) -> None:
         """They have slots from here on."""
         self._executing.update(dict.fromkeys(executions))
-        if self._limited:
-            self._limited.begin(executions)
+        if self.limits:
+            self.limits.begin(executions)
 
     def _end(self, execution: Execution) -> None:
         """Its slot is free, if it had one."""
-        if self._executing.pop(execution, execution) is None and self._limited:
-            self._limited.end(execution)
+        if self._executing.pop(execution, execution) is None and self.limits:
+            self.limits.end(execution)
 
     def _slots(self) -> int:
         """How many may execute: fewer than there are slots, if a cap over all queues says so."""
-        return self.concurrency if self._limited.cluster is None else self._limited.slots(self.concurrency)
+        return self.concurrency if self.limits.cluster is None else self.limits.slots(self.concurrency)
 
     def _pop_excess(self) -> list[Execution]:
-        """The last ones of each lane, which would have been the last to start."""
         waiting = self._waiting_count()
         most = self._size.most_waiting(waiting, len(self._executing)) if self._may_start() else waiting
-        return [lane.pop() for lane in self._waiting.values() for _ in range(len(lane) - most)]
-
-    def _unsettled_of(self, executions: Collection[Execution]) -> Counter[int]:
-        """How many of each claim."""
-        return Counter([each.claimed.claim_id for each in executions if each in self._unsettled])
+        return self._waiting.pop_excess(most)
 
     def _one_runs_alone(self) -> bool:
         return len(self._executing) == 1 and next(iter(self._executing)).must_be_alone
@@ -473,7 +422,7 @@ class Buffer:
 
     def _fits(self, execution: Execution) -> bool:
         """There is a slot for it, and memory for what it has to load."""
-        if self._limited and not (self._limited.may_start(execution) and len(self._executing) < self._slots()):
+        if self.limits and not (self.limits.may_start(execution) and len(self._executing) < self._slots()):
             return False
         if execution.must_be_alone:
             return not self._executing
@@ -482,15 +431,10 @@ class Buffer:
         return execution.is_loaded or sum(each.loaded_bytes for each in self._executing) < MOST_LOADED_BYTES
 
     def _waiting_count(self) -> int:
-        unprepared = self._unprepared.unblocked() if self._unprepared else 0
-        limited = sum(self._limited.startable(kind) for kind in (False, True)) if self._limited else 0
-        return len(self._waiting[False]) + len(self._waiting[True]) + unprepared + limited
+        return len(self._waiting) + (self._unprepared.unblocked() if self._unprepared else 0)
 
     def _all_waiting(self) -> list[Execution]:
-        return [*(each for lane in self._lanes() for each in lane), *self._limited.waiting()]
-
-    def _lanes(self) -> list[deque[Execution]]:
-        return [*self._admitted.values(), *self._waiting.values(), self._unprepared]
+        return [*self._admitted[False], *self._admitted[True], *self._waiting.all(), *self._unprepared]
 
     def _pop_waiting(self) -> list[Execution]:
         return self._pop(self._all_waiting())
@@ -498,9 +442,6 @@ class Buffer:
     def _pop(self, executions: list[Execution]) -> list[Execution]:
         for each in executions:
             self._end(each)  # an admitted one had a slot
-            lane = next((lane for lane in self._lanes() if each in lane), None)
-            if lane is not None:
-                lane.remove(each)
-            elif each.limit is not None:
-                each.limit.remove(each)
+            lanes = (*self._admitted.values(), self._unprepared)
+            (next((lane for lane in lanes if each in lane), None) or self._waiting).remove(each)
         return executions

@@ -35,6 +35,11 @@ class LimitedQueue(QueueLimit):
         self.waiting -= len(taken)
         return taken
 
+    def clear(self) -> None:
+        for lane in self.lanes.values():
+            lane.clear()
+        self.waiting = 0
+
     def remove(self, execution: Execution) -> None:
         self.lanes[execution.is_coroutine].remove(execution)
         self.waiting -= 1
@@ -58,9 +63,9 @@ class LimitedQueues:
     def __bool__(self) -> bool:
         return bool(self.by_queue) or self.cluster is not None
 
-    def set(self, policies: Mapping[str, QueuePolicy], executing: Iterable[Execution]) -> list[Execution]:
-        """Replace the policies. Limits that stay keep their permits. What executes counts for a new limit. The answer:
-        the waiting tasks of queues that have no limit any more.
+    def set(self, policies: Mapping[str, QueuePolicy], executing: Iterable[Execution]) -> None:
+        """Replace the policies. Limits that stay keep their permits. What executes counts for a new limit. The
+        lanes are empty afterwards.
         """
         before = self.by_queue | ({} if self.cluster is None else {ALL_QUEUES: self.cluster})
         limits = {
@@ -69,10 +74,10 @@ class LimitedQueues:
         }
         for queue, limit in limits.items():
             limit.policy = policies[queue]
+            limit.clear()
         self.cluster = limits.pop(ALL_QUEUES, None)
         self.by_queue = limits
         self._count(executing)
-        return [each for old in before.values() for lane in old.lanes.values() for each in lane]
 
     def _count(self, executing: Iterable[Execution]) -> None:
         for limit in self.all():

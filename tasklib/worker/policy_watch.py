@@ -35,6 +35,7 @@ class PolicyWatch:
         self._clock = basis.clock
         self._lease = lease
         self._buffer = buffer
+        self._limits = buffer.limits
         self.policies = Policies(version=-1)
         self._read_at = -math.inf  # when the version was last known
         self._report_at = -math.inf
@@ -45,7 +46,7 @@ class PolicyWatch:
         """In each round of the claim loop."""
         if time.monotonic() >= self._read_at + READ_EVERY_SECONDS and self._is_to_be_known():
             self.note_version(self._session.run(self._statements.version()))
-        if self._buffer.has_limits:
+        if self._limits:
             self._note_pauses()
             self._ask_for_all()
             self._report_breakers()
@@ -53,7 +54,7 @@ class PolicyWatch:
     def _is_to_be_known(self) -> bool:
         """Something could start because of an old policy; or none was read yet."""
         waiting, executing = self._buffer.counts()
-        return bool(waiting or executing) or self.policies.version < 0 or self._buffer.has_limits
+        return bool(waiting or executing or self._limits) or self.policies.version < 0
 
     def note_version(self, version: int | None, *, since: float | None = None) -> None:
         """A claim that was sent at `since` has told the version; None: it has not, and it is asked for if it is old."""
@@ -76,16 +77,16 @@ class PolicyWatch:
     def _note_pauses(self) -> None:
         """A pause may end by itself."""
         now = self._clock.now().timestamp()
-        with self._buffer.limited() as limits:
-            for limit in limits.all():
+        with self._buffer.lock:
+            for limit in self._limits.all():
                 limit.is_paused = limit.policy.is_paused_at(now)
 
     # --- before a claim ---
 
     def may_claim(self) -> bool:
         """Whether the cap over all queues leaves this worker anything to claim for."""
-        with self._buffer.limited() as limits:
-            cluster = limits.cluster
+        with self._buffer.lock:
+            cluster = self._limits.cluster
             if cluster is None or cluster.own:
                 return True
             if cluster.is_closed(time.monotonic()):
@@ -98,11 +99,11 @@ class PolicyWatch:
         """Those from which tasks may be claimed. For queues without a permit or a grant, it first looks whether there
         are tasks, and asks for permits and grants for as many.
         """
-        if not self._buffer.has_limits:
+        if not self._limits:
             return list(queues)
         now = time.monotonic()
-        with self._buffer.limited() as limits:
-            of = limits.by_queue
+        with self._buffer.lock:
+            of = self._limits.by_queue
             possible = [queue for queue in queues if queue not in of or not of[queue].is_closed(now)]
             poor = {queue: of[queue] for queue in possible if queue in of and not of[queue].has_budget(now)}
             most = min(max(self._buffer.free_slots(), 0), MOST_SEEN)
@@ -119,48 +120,48 @@ class PolicyWatch:
 
     def claim_room(self, queue: str, capacity: int) -> int:
         """How many tasks of this queue to claim at most."""
-        with self._buffer.limited() as limits:
-            limit = limits.by_queue.get(queue)
+        with self._buffer.lock:
+            limit = self._limits.by_queue.get(queue)
             return capacity if limit is None else min(capacity, limit.claim_room(self._buffer.average_seconds))
 
     def note_claim(self, queue: str, *, is_short: bool) -> None:
-        with self._buffer.limited() as limits:
-            limit = limits.by_queue.get(queue)
+        with self._buffer.lock:
+            limit = self._limits.by_queue.get(queue)
             if limit is not None:
                 limit.may_have_more = not is_short
         if limit is not None:
             self._ask(limit)
 
     def hear_ring(self) -> None:
-        with self._buffer.limited() as limits:
-            for limit in limits.all():
+        with self._buffer.lock:
+            for limit in self._limits.all():
                 limit.hear_ring()
 
     def seconds_left(self) -> float:
         """Until the next question."""
-        if not self._buffer.has_limits:
+        if not self._limits:
             return math.inf
         now, epoch = time.monotonic(), self._clock.now().timestamp()
-        with self._buffer.limited() as limits:
-            waits = [limit.seconds_left(now) for limit in limits.all()]
-            ends = (limit.policy.paused_until for limit in limits.all() if limit.is_paused)
+        with self._buffer.lock:
+            waits = [limit.seconds_left(now) for limit in self._limits.all()]
+            ends = (limit.policy.paused_until for limit in self._limits.all() if limit.is_paused)
             waits += [max(until - epoch, 0.001) for until in ends if until is not None]
         return min(waits, default=math.inf)
 
     # --- permits and grants ---
 
     def _ask_for_all(self) -> None:
-        with self._buffer.limited() as limits:
-            all_limits = list(limits.all())
+        with self._buffer.lock:
+            all_limits = list(self._limits.all())
         for limit in all_limits:
             self._ask(limit)
 
     def _ask(self, limit: LimitedQueue, seen: int = 0) -> None:
-        with self._buffer.limited():
+        with self._buffer.lock:
             question = limit.permit_question(time.monotonic(), self._buffer.free_slots(limit), seen)
         if question is not None:
             self._ask_for_permits(limit, question)
-        with self._buffer.limited():
+        with self._buffer.lock:
             wanted = limit.grants_wanted(
                 time.monotonic(), self._buffer.free_slots(limit), self._buffer.average_seconds, seen
             )
@@ -172,7 +173,7 @@ class PolicyWatch:
             self._statements.permit(limit.policy.queue, self._lease.worker_id, question.wants, question.keeps)
         )
         now = time.monotonic()
-        with self._buffer.limited():
+        with self._buffer.lock:
             if answer.permits is None or answer.target is None:  # the cap is gone: the policies will say so, too
                 limit.own, limit.held = 0, 0
                 limit.ask_at = now + READ_EVERY_SECONDS
@@ -191,7 +192,7 @@ class PolicyWatch:
     def _ask_for_grants(self, limit: LimitedQueue, wanted: int) -> None:
         sent_at = time.monotonic()
         answer = self._session.run(self._statements.grant(limit.policy.queue, wanted))
-        with self._buffer.limited():
+        with self._buffer.lock:
             limit.note_grants(sent_at, wanted, answer.granted, answer.next_seconds, time.monotonic())
             has_room = limit.waiting and answer.granted
         if has_room:
@@ -203,8 +204,8 @@ class PolicyWatch:
         now = time.monotonic()
         is_due = now >= self._report_at + REPORT_EVERY_SECONDS
         reports = []
-        with self._buffer.limited() as limits:
-            for limit in limits.all():
+        with self._buffer.lock:
+            for limit in self._limits.all():
                 if (limit.succeeded or limit.failed) and (is_due or limit.is_half_open):
                     reports.append((limit.policy.queue, limit.epoch, limit.succeeded, limit.failed))
                     limit.succeeded = limit.failed = 0

@@ -118,18 +118,18 @@ class Reports:
                 self.buffer.dropped(execution)
             if is_logged or settlement.problem is not None:
                 _log(execution, settlement, seconds)
-        if self.buffer.has_limits:
+        if self.buffer.limits:
             self._tell_breakers(reports)
         self.buffer.done(done)
         if self._finish_loop.is_to_be_woken:
             self._loops["finish"].wake()
 
     def _tell_breakers(self, reports: Sequence[Report]) -> None:
-        for execution, outcome, _ in reports:
-            if isinstance(outcome, Completed):
-                self.buffer.note_attempt(execution, None)
-            elif isinstance(outcome, Failed | TimedOut):
-                self.buffer.note_attempt(execution, outcome.problem.code)
+        with self.buffer.lock:
+            for execution, outcome, _ in reports:
+                if execution.limit is not None and isinstance(outcome, Completed | Failed | TimedOut):
+                    code = None if isinstance(outcome, Completed) else outcome.problem.code
+                    execution.limit.note_attempt(execution.breaker_epoch, code)
 
     def decide(self, execution: Execution, outcome: Outcome, now: datetime) -> Settlement:
         """The backoff is a function of the user's: if it fails, the default policy decides."""
