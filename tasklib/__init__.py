@@ -22,16 +22,32 @@ if TYPE_CHECKING:
         expire_tasks_async,
         get_attempts,
         get_attempts_async,
+        get_cluster,
+        get_cluster_async,
+        get_queue,
+        get_queue_async,
         get_task,
         get_task_async,
         handle,
         init,
+        list_queues,
+        list_queues_async,
         list_tasks,
         list_tasks_async,
+        list_transitions,
+        list_transitions_async,
+        pause_queue,
+        pause_queue_async,
         queue_statistics,
         queue_statistics_async,
+        resume_queue,
+        resume_queue_async,
         retry_task,
         retry_task_async,
+        set_cluster,
+        set_cluster_async,
+        set_queue,
+        set_queue_async,
         submit_many,
         submit_many_sync,
         submit_task,
@@ -71,6 +87,7 @@ if TYPE_CHECKING:
         TasklibError,
         TaskNotFound,
         TaskNotRegistered,
+        WorkerTooOld,
     )
     from tasklib.handles import Handle
     from tasklib.ids import TaskId
@@ -86,6 +103,8 @@ if TYPE_CHECKING:
         TaskInterrupt,
         TimeoutInterrupt,
     )
+    from tasklib.queue_options import UNCHANGED, Unchanged
+    from tasklib.queues import ClusterPolicy, Queue, Transition
     from tasklib.record import (
         Attempt,
         Task,
@@ -110,11 +129,13 @@ if TYPE_CHECKING:
     from tasklib.worker.hooks import around_task, on_worker_start, on_worker_stop
 
 __all__ = [
+    "UNCHANGED",
     "AsyncClient",
     "Attempt",
     "Cancel",
     "CancelInterrupt",
     "Client",
+    "ClusterPolicy",
     "CommitUnknown",
     "Config",
     "CurrentTask",
@@ -138,6 +159,7 @@ __all__ = [
     "NotInitialised",
     "OnCrash",
     "PauseQueue",
+    "Queue",
     "QueueStatistics",
     "RegisteredTask",
     "ResultTimeout",
@@ -168,6 +190,9 @@ __all__ = [
     "TaskWorker",
     "TasklibError",
     "TimeoutInterrupt",
+    "Transition",
+    "Unchanged",
+    "WorkerTooOld",
     "__version__",
     "around_task",
     "as_completed",
@@ -183,6 +208,10 @@ __all__ = [
     "expire_tasks_async",
     "get_attempts",
     "get_attempts_async",
+    "get_cluster",
+    "get_cluster_async",
+    "get_queue",
+    "get_queue_async",
     "get_registered_tasks",
     "get_task",
     "get_task_async",
@@ -198,14 +227,26 @@ __all__ = [
     "is_retrying",
     "is_running",
     "is_running_task",
+    "list_queues",
+    "list_queues_async",
     "list_tasks",
     "list_tasks_async",
+    "list_transitions",
+    "list_transitions_async",
     "on_worker_start",
     "on_worker_stop",
+    "pause_queue",
+    "pause_queue_async",
     "queue_statistics",
     "queue_statistics_async",
+    "resume_queue",
+    "resume_queue_async",
     "retry_task",
     "retry_task_async",
+    "set_cluster",
+    "set_cluster_async",
+    "set_queue",
+    "set_queue_async",
     "submit_many",
     "submit_many_sync",
     "submit_task",
@@ -227,7 +268,7 @@ _NAMES = {
         "CommitUnknown DatabaseError DatabaseUnavailable EmbeddedPostgresError IdempotencyConflict InvalidArguments "
         "InvalidConfig InvalidOptions InvalidResult InvalidTaskDefinition NoCurrentTask NotInitialised ResultTimeout "
         "SchemaBusy SchemaChanged SchemaError SchemaMissing SchemaOutdated SchemaTooNew TaskBuried TaskCancelled "
-        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered"
+        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered WorkerTooOld"
     ),
     "tasklib.handles": "Handle",
     "tasklib.ids": "TaskId",
@@ -235,6 +276,8 @@ _NAMES = {
     "tasklib.outcomes": (
         "Cancel CancelInterrupt Fail PauseQueue Retry Snooze StopInterrupt TaskInterrupt TimeoutInterrupt"
     ),
+    "tasklib.queue_options": "UNCHANGED Unchanged",
+    "tasklib.queues": "ClusterPolicy Queue Transition",
     "tasklib.record": (
         "Attempt Task is_buried is_cancelled is_completed is_expired is_failed is_final is_pending is_retrying "
         "is_running"

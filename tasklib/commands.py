@@ -18,14 +18,15 @@ from uuid import UUID
 
 import typer
 
+from tasklib.command_line import Json, open_client, print_answer, read_json, read_moment, read_pairs
 from tasklib.errors import (
     DatabaseError,
-    InvalidArguments,
     InvalidConfig,
     InvalidOptions,
     InvalidTaskDefinition,
     TasklibError,
 )
+from tasklib.queue_commands import cluster_app, queue_app
 from tasklib.states import State
 from tasklib.version import __version__
 
@@ -46,8 +47,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(queue_app)
+app.add_typer(cluster_app)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE (text) or KEY:=JSON; may be repeated.")]
 TaskIdArgument = Annotated[str, typer.Argument(metavar="TASK_ID", help="The id, or a beginning that no other id has.")]
 DOCTOR_SECONDS = 30.0  # a test compares it with the doctor's own
@@ -69,13 +71,6 @@ def run() -> None:
     except TasklibError as error:
         print(f"tasklib: {error}", file=sys.stderr)  # noqa: T201 - the command's own error
         sys.exit(2 if isinstance(error, InvalidOptions) else 1)
-
-
-def _client() -> Client:
-    from tasklib.client import Client
-    from tasklib.config import Config
-
-    return Client(Config.from_environment())
 
 
 @app.command()
@@ -119,18 +114,18 @@ def submit(
     values = _arguments(kwargs, arguments)
     if app_module is not None:
         discover([app_module])
-    with _client() as client:
+    with open_client() as client:
         task_id = client.submit_task(
             name if app_module is None else default_registry.get(name),
             queue=queue,
             priority=priority,
             delay_seconds=delay,
-            scheduled_at=_moment(scheduled_at),
-            expires_at=_moment(expires_at),
+            scheduled_at=read_moment(scheduled_at),
+            expires_at=read_moment(expires_at),
             max_retries=max_retries,
             timeout_seconds=timeout,
             idempotency_key=idempotency_key,
-            tags=_pairs(tag),
+            tags=read_pairs(tag),
             **values,
         )
     typer.echo(f'{{"id":"{task_id}","existed":{str(task_id.existed).lower()}}}' if as_json else task_id)
@@ -142,24 +137,17 @@ def cancel(
     reason: Annotated[str | None, typer.Option(help="Kept with the task.")] = None,
 ) -> None:
     """Cancel a task: one that waits will not run, one that runs is asked to stop."""
-    with _client() as client:
+    with open_client() as client:
         answer = client.cancel_task(_whole_id(client, task_id), reason)
-    _answer(answer, f"task {task_id} does not exist, or is final already")
+    print_answer(answer, f"task {task_id} does not exist, or is final already")
 
 
 @app.command()
 def retry(task_id: TaskIdArgument) -> None:
     """Run a task again, now: one that is final, or that waits for its next attempt."""
-    with _client() as client:
+    with open_client() as client:
         is_done = client.retry_task(_whole_id(client, task_id))
-    _answer("retried" if is_done else None, f"task {task_id} does not exist, or is waiting or running already")
-
-
-def _answer(word: str | None, otherwise: str) -> None:
-    if word is None:
-        typer.echo(f"tasklib: {otherwise}", err=True)
-        raise typer.Exit(1)
-    typer.echo(word)
+    print_answer("retried" if is_done else None, f"task {task_id} does not exist, or is waiting or running already")
 
 
 @app.command("list")
@@ -183,9 +171,11 @@ def list_(
 
     if final is False:
         state = _failed(state)
-    with _client() as client:
+    with open_client() as client:
         last = None if after is None else _whole_id(client, after)
-        tasks = client.list_tasks(state, name, limit, queue=queue, tags=_pairs(tag) or None, after=last, final=final)
+        tasks = client.list_tasks(
+            state, name, limit, queue=queue, tags=read_pairs(tag) or None, after=last, final=final
+        )
     if as_json:
         typer.echo(printing.as_json([task.to_dict() for task in tasks]))
         return
@@ -205,7 +195,7 @@ def show(task_id: TaskIdArgument, as_json: Json = False) -> None:
     """Show everything about one task, and every attempt with its traceback."""
     from tasklib import printing
 
-    with _client() as client:
+    with open_client() as client:
         whole_id = _whole_id(client, task_id)
         task = client.get_task(whole_id)
         attempts = _attempts(client, whole_id)
@@ -256,7 +246,7 @@ def stats(
     """Show how the queues are, and what became of tasks lately."""
     from tasklib import printing
 
-    with _client() as client:
+    with open_client() as client:
         queues, tasks = client.queue_statistics(), client.task_statistics(window)
     if as_json:
         shown = {"queues": [asdict(each) for each in queues], "tasks": [asdict(each) for each in tasks]}
@@ -328,15 +318,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda check: status.update(f"looking at {check}")
 
 
-def _moment(text: str | None) -> datetime | None:
-    try:
-        return None if text is None else datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a moment such as 2030-01-31T12:00:00+01:00") from None
-
-
 def _arguments(kwargs: str | None, words: Iterable[str] | None) -> dict[str, Any]:
-    whole, single = _object(kwargs), _pairs(words)
+    whole, single = _object(kwargs), read_pairs(words)
     if twice := sorted(whole.keys() & single.keys()):
         raise typer.BadParameter(f"{', '.join(twice)} is given twice")
     from tasklib.options import RESERVED_PARAMETERS
@@ -347,34 +330,10 @@ def _arguments(kwargs: str | None, words: Iterable[str] | None) -> dict[str, Any
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    value = {} if text is None else _parsed(text, "--kwargs")
+    value = {} if text is None else read_json(text, "--kwargs")
     if not isinstance(value, dict):
         raise typer.BadParameter("--kwargs must be a JSON object")
     return value
-
-
-def _pairs(words: Iterable[str] | None) -> dict[str, Any]:
-    pairs = [_pair(word) for word in words or ()]
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise typer.BadParameter("a key is given twice")
-    return found
-
-
-def _pair(word: str) -> tuple[str, Any]:
-    key, equals, value = word.partition("=")
-    if not equals or not key.rstrip(":"):
-        raise typer.BadParameter(f"{word!r} is not KEY=VALUE or KEY:=JSON")
-    return (key[:-1], _parsed(value, key[:-1])) if key.endswith(":") else (key, value)
-
-
-def _parsed(text: str, what: str) -> Any:
-    from tasklib.strict_json import parse_json
-
-    try:
-        return parse_json(text, what)
-    except InvalidArguments as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _check_name(name: str) -> None:

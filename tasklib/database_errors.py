@@ -12,6 +12,7 @@ from tasklib.errors import (
     InvalidOptions,
     SchemaMissing,
     TasklibError,
+    WorkerTooOld,
 )
 
 # Shutdown by an administrator, crash, start-up; the database was dropped; an idle session or transaction was ended; too
@@ -20,6 +21,12 @@ _CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P
 # Read-only; no privilege (the session may have another role); cancelled by a time limit; a plan whose types have
 # changed or whose objects are gone; a schema, table, function or type that is not visible.
 _SESSION_STATES = frozenset({"25006", "42501", "57014", "0A000", "XX000", "3F000", "42P01", "42883", "42704"})
+_RAISED_BY_US = {  # by the functions in tasklib/sql
+    "TL400": InvalidOptions,
+    "TL409": IdempotencyConflict,
+    "TL426": WorkerTooOld,
+    "TL500": InvalidOptions,
+}
 _VALUE_REFUSED = frozenset({"23502", "23514"})  # not null, check
 _SCHEMA_MISSING = frozenset({"3F000", "42P01", "42883"})  # schema, table, function
 _NO_PRIVILEGE = "42501"
@@ -70,10 +77,8 @@ def translate(error: psycopg.Error) -> TasklibError:
 
 def error_for_sqlstate(sqlstate: str, message: str, hint: str | None = None) -> TasklibError:
     """Our error for what PostgreSQL itself reports, which is the same with every driver."""
-    if sqlstate == "TL409":
-        return IdempotencyConflict(f"{message}. {hint}")
-    if sqlstate in {"TL400", "TL500"}:
-        return InvalidOptions(f"{message}. {hint}" if hint else message)
+    if sqlstate in _RAISED_BY_US:
+        return _RAISED_BY_US[sqlstate](f"{message}. {hint}" if hint else message)
     if sqlstate in _VALUE_REFUSED or sqlstate.startswith("22"):
         return InvalidOptions(f"PostgreSQL refused a value: {message}")
     if sqlstate in _SCHEMA_MISSING:

@@ -40,6 +40,12 @@ class IdempotencyConflict(TasklibError):
     """The idempotency key, or the id, already belongs to a task with another payload."""
 
 
+class WorkerTooOld(TasklibError):
+    """A live worker is of a version that does not know the policy that was to be set, or that is in force. Upgrade all
+    workers first.
+    """
+
+
 class NoCurrentTask(TasklibError, LookupError):
     """`current_task()` was called where no task is running."""
 

@@ -19,10 +19,11 @@ from tasklib.record import is_failed, is_retrying
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
     from tasklib.doctor import Finding, Severity
+    from tasklib.queues import Queue
     from tasklib.record import Attempt, Task
     from tasklib.statistics import QueueStatistics, TaskStatistics
 
@@ -68,13 +69,50 @@ def print_task(task: Task, attempts: Sequence[Attempt]) -> None:
     values = {name: value for name, value in task.to_dict().items() if value is not None}
     if task.error and any(attempt.error == task.error for attempt in attempts):
         values["error"] = task.error.split("\n", 1)[0]
-    for name, value in values.items():
-        first, *rest = (value if isinstance(value, str) else as_json(value).strip('"')).split("\n")
-        typer.echo(f"{_styled(f'{name:<16}', bold=True)} {printable(first)}")
-        _print_indented(rest)
+    print_values(values)
     for attempt in attempts:
         typer.echo(f"\n{_styled(_headline(attempt), bold=True)}")
         _print_indented((attempt.error or attempt.error_message or attempt.failed_reason or "").splitlines())
+
+
+def print_values(values: Mapping[str, Any], width: int = 16) -> None:
+    """One line for each name that has a value; further lines of a text are indented."""
+    for name, value in values.items():
+        if value is not None:
+            first, *rest = (value if isinstance(value, str) else as_json(value).strip('"')).split("\n")
+            typer.echo(f"{_styled(f'{name:<{width}}', bold=True)} {printable(first)}")
+            _print_indented(rest)
+
+
+def print_queues(queues: Iterable[Queue]) -> None:
+    rows = [
+        [
+            Cell(queue.name),
+            Cell(queue_words(queue), "yellow" if queue.is_paused or queue.breaker_state == "open" else ""),
+            Cell(_figure(queue.max_running)),
+            Cell(f"{queue.permits_in_use} in {queue.permit_holders}" if queue.permit_holders else "-"),
+            Cell(_figure(queue.max_per_worker)),
+            Cell("-" if queue.rate_limit is None else f"{queue.rate_limit} in {queue.rate_seconds:g}s"),
+            Cell(str(queue.rank)),
+            Cell(f"{queue.weight:g}"),
+        ]
+        for queue in queues
+    ]
+    _print_table(["queue", "state", "max running", "permits", "per worker", "rate", "rank", "weight"], rows)
+
+
+def queue_words(queue: Queue) -> str:
+    """Whether it is paused, by whom and why, and whether its breaker stops it."""
+    words = []
+    if queue.is_paused:
+        until = (
+            "" if queue.paused_until is None else f" until {queue.paused_until.isoformat(sep=' ', timespec='seconds')}"
+        )
+        reason = f": {queue.pause_reason}" if queue.pause_reason else ""
+        words.append(printable(f"paused{until} by {queue.paused_by}{reason}"))
+    if queue.breaker_state not in (None, "closed"):
+        words.append(f"breaker {queue.breaker_state.replace('_', ' ')}")
+    return ", ".join(words) or "runs"
 
 
 def _headline(attempt: Attempt) -> str:

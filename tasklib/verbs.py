@@ -24,14 +24,18 @@ from tasklib.config import Config
 from tasklib.database import Database
 from tasklib.errors import InvalidConfig
 from tasklib.handles import Handle
-from tasklib.statements import Statement, Statements
+from tasklib.queue_options import UNCHANGED
+from tasklib.statements import QueueStatements, Statement, Statements
 from tasklib.statistics import StatisticsStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
+    from datetime import datetime, timedelta
     from uuid import UUID
 
     from tasklib.client import AsyncClient, Client
+    from tasklib.queue_options import Unchanged
+    from tasklib.queues import ClusterPolicy, Queue, Transition
     from tasklib.record import Attempt, Task
     from tasklib.statements import ListFilters
     from tasklib.statistics import QueueStatistics, TaskStatistics
@@ -96,6 +100,7 @@ class Verbs:
         self.database = database or Database(config)
         self._statements = Statements(config)
         self._statistics = StatisticsStatements(config)
+        self._queues = QueueStatements(config)
 
     def __init_subclass__(cls, *, is_async: bool | None = None) -> None:
         """A subclass that does not say whether it is async inherits the methods of its own base class."""
@@ -164,6 +169,98 @@ class Verbs:
     def backlog(self, queues: Sequence[str] | None = None) -> Statement[int]:
         """How many tasks there are to do: ready, due, or held by a worker. Counted up to 10,000: for scaling."""
         return self._statistics.backlog(queues)
+
+    @verb
+    def set_queue(
+        self,
+        name: str,
+        *,
+        max_running: int | Unchanged | None = UNCHANGED,
+        max_per_worker: int | Unchanged | None = UNCHANGED,
+        rate_limit: int | Unchanged | None = UNCHANGED,
+        rate_seconds: float | Unchanged | None = UNCHANGED,
+        rate_burst: int | Unchanged | None = UNCHANGED,
+        breaker_failures: int | Unchanged | None = UNCHANGED,
+        breaker_share: float | Unchanged | None = UNCHANGED,
+        breaker_window_seconds: float | Unchanged | None = UNCHANGED,
+        breaker_open_seconds: float | Unchanged | None = UNCHANGED,
+        breaker_probes: int | Unchanged | None = UNCHANGED,
+        breaker_codes: Sequence[str] | Unchanged | None = UNCHANGED,
+        ageing_seconds: float | Unchanged | None = UNCHANGED,
+        rank: int | Unchanged | None = UNCHANGED,
+        weight: float | Unchanged | None = UNCHANGED,
+        default_priority: int | Unchanged | None = UNCHANGED,
+        default_max_retries: int | Unchanged | None = UNCHANGED,
+        default_timeout_seconds: float | Unchanged | None = UNCHANGED,
+        retention_days: float | Unchanged | None = UNCHANGED,
+        audit: bool | Unchanged | None = UNCHANGED,
+        reason: str | None = None,
+    ) -> Statement[Queue]:
+        """Set the policy of a queue for the whole cluster. An option that is left out stays as it is (`UNCHANGED`), and
+        None removes the limit. docs/queues.md says what each option promises. The reason goes to the audit.
+        """
+        options = {
+            "max_running": max_running, "max_per_worker": max_per_worker, "rate_limit": rate_limit, "rate_seconds":
+            rate_seconds, "rate_burst": rate_burst, "breaker_failures": breaker_failures, "breaker_share":
+            breaker_share, "breaker_window_seconds": breaker_window_seconds, "breaker_open_seconds":
+            breaker_open_seconds, "breaker_probes": breaker_probes, "breaker_codes": breaker_codes, "ageing_seconds":
+            ageing_seconds, "rank": rank, "weight": weight, "default_priority": default_priority, "default_max_retries":
+            default_max_retries, "default_timeout_seconds": default_timeout_seconds, "retention_days": retention_days,
+            "audit": audit,
+        }  # fmt: skip
+        return self._queues.set(name, options, reason)
+
+    @verb
+    def get_queue(self, name: str) -> Statement[Queue | None]:
+        """The policy of a queue, and what is in force now. None: nobody has set a policy for it."""
+        return self._queues.get(name)
+
+    @verb
+    def list_queues(self) -> Statement[list[Queue]]:
+        """Every queue that has a policy, and every queue in which a task is ready, by name. `created_at` is None for a
+        queue that nobody has set a policy for.
+        """
+        return self._queues.list_all()
+
+    @verb
+    def pause_queue(
+        self, name: str, reason: str | None = None, until: datetime | timedelta | None = None
+    ) -> Statement[Queue]:
+        """Pause a queue in the whole cluster: after a second no worker starts a task of it. Tasks that execute go on.
+        `until`, a moment or a time from now, ends the pause by itself.
+        """
+        return self._queues.pause(name, reason, until)
+
+    @verb
+    def resume_queue(self, name: str, reason: str | None = None) -> Statement[bool]:
+        """End the pause of a queue. False: it was not paused."""
+        return self._queues.resume(name, reason)
+
+    @verb
+    def set_cluster(
+        self,
+        *,
+        cluster_wide_cap: int | Unchanged | None = UNCHANGED,
+        refuses_unknown_queues: bool | Unchanged | None = UNCHANGED,
+        reason: str | None = None,
+    ) -> Statement[ClusterPolicy]:
+        """Set what holds for all queues: how many tasks execute at one time, and whether a submit to a queue that has
+        no policy is an error. An option that is left out stays as it is.
+        """
+        options = {"cluster_wide_cap": cluster_wide_cap, "refuses_unknown_queues": refuses_unknown_queues}
+        return self._queues.set_cluster(options, reason)
+
+    @verb
+    def get_cluster(self) -> Statement[ClusterPolicy]:
+        """What holds for all queues, and how much of the cap is in use."""
+        return self._queues.get_cluster()
+
+    @verb
+    def list_transitions(
+        self, task_id: UUID | str | None = None, queue: str | None = None, limit: int = 100
+    ) -> Statement[list[Transition]]:
+        """The audit, newest first: what operators changed, and what happened to tasks whose queue has `audit`."""
+        return self._queues.transitions(task_id, queue, limit)
 
     @overload
     def handle(self, task_id: UUID | str, function: TaskFunction[..., Coroutine[Any, Any, T]]) -> Handle[T]: ...

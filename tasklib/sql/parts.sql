@@ -87,3 +87,44 @@ select :claimed_columns, is_short,
            select from queues where queue <> all($6::text[])) end as has_elsewhere,
        case when is_short then (select version from tasklib.policy) end as policy_version
 from known left join (taken cross join noted) on true
+
+
+-- The policy of a queue, as the first fields of tasklib.queues.Queue. A test compares them. An end of a pause that Python cannot
+-- read, such as infinity, is none.
+-- part: queue_columns
+policy.name::text as name, policy.max_running, policy.max_per_worker, policy.rate_limit, policy.rate_seconds, policy.rate_burst,
+policy.breaker_failures, policy.breaker_share, policy.breaker_window_seconds, policy.breaker_open_seconds,
+policy.breaker_probes, policy.breaker_codes, policy.ageing_seconds, policy.rank, policy.weight, policy.default_priority,
+policy.default_max_retries, policy.default_timeout_seconds, policy.retention_days, policy.audit, policy.paused_at,
+policy.paused_by, policy.pause_reason,
+case when policy.paused_until between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then policy.paused_until
+     end as paused_until,
+policy.created_at, policy.changed_at, policy.changed_by
+
+
+-- What a queue allows now, and what workers hold of it: the last fields of tasklib.queues.Queue. While a breaker is closed,
+-- queue_limits has a large cap, so that workers ask for permits: that is no limit to people.
+-- part: queue_in_force
+coalesce(limits.is_paused, false) as is_paused,
+case limits.breaker when 'closed' then policy.max_running else limits.cap end as effective_cap,
+limits.breaker as breaker_state,
+case when limits.breaker <> 'closed' then limits.open_until end as breaker_open_until,
+held.permits_in_use, held.permit_holders
+
+
+-- part: joined_to_what_is_in_force
+left join lateral tasklib.queue_limits_now(policy.name::text) as limits on true
+cross join lateral (
+    select coalesce(sum(permits), 0)::bigint as permits_in_use, count(*) filter (where permits > 0) as permit_holders
+      from tasklib.permits where permits.queue = policy.name::text
+) as held
+
+
+-- The row of the cluster, as the first fields of tasklib.queues.ClusterPolicy.
+-- part: cluster_columns
+policy.cluster_wide_cap, policy.refuses_unknown_queues, policy.features, policy.version
+
+
+-- part: permits_of_all
+select coalesce(sum(permits), 0)::bigint as permits_in_use, count(*) filter (where permits > 0) as permit_holders
+  from tasklib.permits where queue = '*'

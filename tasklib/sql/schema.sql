@@ -22,22 +22,23 @@
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
 -- function note_transition(verb text, task_id uuid, queue text, before jsonb, after jsonb, reason text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp for public 893facd7fd2cdd5a4c9ceff4b2cb10ca
--- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues search_path=pg_catalog, pg_temp 12e28b730722e221a6eb6f6f7772710d
+-- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues security definer search_path=pg_catalog, pg_temp de5b0d2b818d12ae8ceb9c3a25737bb3
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker text, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp 8fe3f485b9e08614e43c9fd9e36f5348
 -- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp 5b0722c4b1848ac96c4fc79ca53c4ae1
 -- function policy_row_changed() returns trigger search_path=pg_catalog, pg_temp 1a8c7ab69b00eb2788b4e5f6be80e1d5
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
+-- function queue_limits_now(queue text) returns SETOF tasklib.queue_limits search_path=pg_catalog, pg_temp for public b0240828464446fb1b36250488cc5b04
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9c5ff910f150d70dd5489d6fddce4b59
 -- function refuse_old_worker() returns trigger security definer search_path=pg_catalog, pg_temp db071a8593c7e0214b0fa4d6e8e51f85
 -- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp 8d6eb2418bf9c43da6ab8324678f65af
--- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
+-- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean security definer search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
 -- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
--- function set_cluster(policy jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp cf58f593f5b957514dfc890e0bdeb5e6
--- function set_queue(name text, policy jsonb DEFAULT '{}'::jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.queues search_path=pg_catalog, pg_temp 9bcc7772b8a1a5a98519374d6688baea
+-- function set_cluster(policy jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.policy security definer search_path=pg_catalog, pg_temp 4bdecccbd143adb39cd75644e741986f
+-- function set_queue(name text, policy jsonb DEFAULT '{}'::jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.queues security definer search_path=pg_catalog, pg_temp c1264f5704728d1175cc88d839175be5
 -- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT NULL::text, priority integer DEFAULT NULL::integer, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT NULL::integer, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT NULL::boolean, on_crash text DEFAULT NULL::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 6bcc17d3d14fd654869056b3ad421f68
 -- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp b5bacc589480c285d1e3c05e0f0264d4
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 7e4186117e04fd3cd203b007172565c4
@@ -47,6 +48,7 @@
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function use_feature(feature text) returns void security definer search_path=pg_catalog, pg_temp c3fa104db4cdbd0ad93d0f4e7d0000d3
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
+-- function whole_policy(policy tasklib.queues, given jsonb) returns tasklib.queues search_path=pg_catalog, pg_temp for public adaefa7063a27c4ff2ec26c6187dfc2c
 -- function with_function_options(tasks jsonb) returns jsonb search_path=pg_catalog, pg_temp a0ebca9ed2d2d82862c2239dab587c19
 -- table attempts column attempt integer not null default null
 -- table attempts column error text default null

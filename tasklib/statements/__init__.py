@@ -5,6 +5,7 @@ Sync and async code, our own connections and the caller's all run the same ones.
 
 from tasklib.statements.claims import Claim, ClaimedTask, ClaimStatements, MixedClaim, Place
 from tasklib.statements.outcomes import Completions, OutcomeStatements, Started, settlement_json
+from tasklib.statements.queues import QueueStatements
 from tasklib.statements.statement import Row, Statement
 from tasklib.statements.tasks import BATCH_ROWS, MAX_LIST_LIMIT, ListFilters, Statements, as_uuid
 from tasklib.statements.worker import Promotion, WorkerDescription, WorkerStatements
@@ -21,6 +22,7 @@ __all__ = [
     "OutcomeStatements",
     "Place",
     "Promotion",
+    "QueueStatements",
     "Row",
     "Started",
     "Statement",

@@ -22,6 +22,7 @@ from psycopg.conninfo import make_conninfo
 import tasklib
 from tasklib import AsyncClient, Client, Handle, Submitter, TaskFunction, migrate
 from tests.support.outages import KINDS, FailingServer
+from tests.support.raw_sql import literal
 from tools.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ def sync_calls(client: Client) -> dict[str, Callable[[], Any]]:
         "Client.queue_statistics": client.queue_statistics,
         "Client.task_statistics": client.task_statistics,
         "Client.backlog": client.backlog,
+        "Client.set_queue": lambda: client.set_queue("mail", max_running=1),
+        "Client.get_queue": lambda: client.get_queue("mail"),
+        "Client.list_queues": client.list_queues,
+        "Client.pause_queue": lambda: client.pause_queue("mail"),
+        "Client.resume_queue": lambda: client.resume_queue("mail"),
+        "Client.set_cluster": lambda: client.set_cluster(cluster_wide_cap=5),
+        "Client.get_cluster": client.get_cluster,
+        "Client.list_transitions": client.list_transitions,
         "Handle.task": handle.task,
         "Handle.status": handle.status,
         "Handle.result_sync": lambda: handle.result_sync(timeout=CALL_SECONDS),
@@ -88,6 +97,14 @@ def sync_calls(client: Client) -> dict[str, Callable[[], Any]]:
         "tasklib.submit_many_sync": lambda: tasklib.submit_many_sync([job.new(1), job.new(2)]),
         "tasklib.submit_task_sync": lambda: tasklib.submit_task_sync(job, 1),
         "tasklib.task_statistics": tasklib.task_statistics,
+        "tasklib.set_queue": lambda: tasklib.set_queue("mail", max_running=1),
+        "tasklib.get_queue": lambda: tasklib.get_queue("mail"),
+        "tasklib.list_queues": tasklib.list_queues,
+        "tasklib.pause_queue": lambda: tasklib.pause_queue("mail"),
+        "tasklib.resume_queue": lambda: tasklib.resume_queue("mail"),
+        "tasklib.set_cluster": lambda: tasklib.set_cluster(cluster_wide_cap=5),
+        "tasklib.get_cluster": tasklib.get_cluster,
+        "tasklib.list_transitions": tasklib.list_transitions,
         "tasklib.wait_for_sync": lambda: tasklib.wait_for_sync([NOBODY], timeout=CALL_SECONDS),
     }
 
@@ -113,6 +130,14 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
         "AsyncClient.queue_statistics": client.queue_statistics,
         "AsyncClient.task_statistics": client.task_statistics,
         "AsyncClient.backlog": client.backlog,
+        "AsyncClient.set_queue": lambda: client.set_queue("mail", max_running=1),
+        "AsyncClient.get_queue": lambda: client.get_queue("mail"),
+        "AsyncClient.list_queues": client.list_queues,
+        "AsyncClient.pause_queue": lambda: client.pause_queue("mail"),
+        "AsyncClient.resume_queue": lambda: client.resume_queue("mail"),
+        "AsyncClient.set_cluster": lambda: client.set_cluster(cluster_wide_cap=5),
+        "AsyncClient.get_cluster": client.get_cluster,
+        "AsyncClient.list_transitions": client.list_transitions,
         "Handle.task_async": handle.task_async,
         "Handle.status_async": handle.status_async,
         "Handle.result": lambda: handle.result(timeout=CALL_SECONDS),
@@ -133,12 +158,22 @@ def async_calls(client: AsyncClient) -> dict[str, Callable[[], Coroutine[Any, An
         "tasklib.submit_many": lambda: tasklib.submit_many([job.new(1), job.new(2)]),
         "tasklib.submit_task": lambda: tasklib.submit_task(job, 1),
         "tasklib.task_statistics_async": tasklib.task_statistics_async,
+        "tasklib.set_queue_async": lambda: tasklib.set_queue_async("mail", max_running=1),
+        "tasklib.get_queue_async": lambda: tasklib.get_queue_async("mail"),
+        "tasklib.list_queues_async": tasklib.list_queues_async,
+        "tasklib.pause_queue_async": lambda: tasklib.pause_queue_async("mail"),
+        "tasklib.resume_queue_async": lambda: tasklib.resume_queue_async("mail"),
+        "tasklib.set_cluster_async": lambda: tasklib.set_cluster_async(cluster_wide_cap=5),
+        "tasklib.get_cluster_async": tasklib.get_cluster_async,
+        "tasklib.list_transitions_async": tasklib.list_transitions_async,
         "tasklib.wait_for": lambda: tasklib.wait_for([NOBODY], timeout=CALL_SECONDS),
     }
 
 
 def is_change(name: str) -> bool:
-    return any(verb in name for verb in ("submit", "cancel", "retry", "expire_tasks"))
+    return any(
+        verb in name for verb in ("submit", "cancel", "retry", "expire_tasks", "set_", "pause_queue", "resume_queue")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +288,8 @@ def begin(outage: Outage, threads: ThreadPoolExecutor) -> None:
 def begin_calls_that_wait(server: FailingServer, outage: Outage, threads: ThreadPoolExecutor) -> None:
     """For a lock, so that the outage finds them in the middle of their statements."""
     holder = psycopg.connect(server.dsn)
-    holder.execute("lock table tasklib.tasks, tasklib.task_rollups in access exclusive mode")
+    tables = "tasklib.tasks, tasklib.task_rollups, tasklib.queues, tasklib.policy, tasklib.task_transitions"
+    holder.execute(literal(f"lock table {tables} in access exclusive mode"))
     begin(outage, threads)
     waiting = (
         "select count(*) from pg_stat_activity where application_name like 'tasklib%' and wait_event_type = 'Lock'"

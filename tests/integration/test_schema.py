@@ -68,6 +68,7 @@ def test_vacuum_keeps_pace_with_what_changes_all_the_time(conn: Conn, table: str
     "noun",
     [
         "tasks",
+        "queues",
         "workers",
         "claims",
         "outcomes",

@@ -6,7 +6,7 @@ proof that the mistake in it is seen. Nothing here is run but the last function.
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, assert_type
 from uuid import UUID
 
@@ -68,6 +68,15 @@ async def verbs_are_typed(client: tasklib.Client, other: tasklib.AsyncClient) ->
     assert_type(await other.get_attempts(task_id=UUID(int=0)), list[tasklib.Attempt])
     assert_type(await other.backlog(["mail"]), int)
     assert_type(await other.list_tasks(tags={"a": 1}), list[tasklib.Task])
+    assert_type(tasklib.set_queue("mail", max_running=5, rate_limit=None, rank=tasklib.UNCHANGED), tasklib.Queue)
+    assert_type(await other.get_queue("mail"), tasklib.Queue | None)
+    assert_type(await tasklib.list_queues_async(), list[tasklib.Queue])
+    assert_type(client.pause_queue("mail", until=timedelta(hours=1)), tasklib.Queue)
+    assert_type(client.resume_queue("mail", "why"), bool)
+    assert_type(await other.set_cluster(cluster_wide_cap=5), tasklib.ClusterPolicy)
+    assert_type(client.list_transitions(queue="mail"), list[tasklib.Transition])
+    client.set_queue("mail", max_runing=5)  # type: ignore[call-arg]
+    client.set_queue("mail", max_running="5")  # type: ignore[arg-type]
     client.list_tasks(queu="mail")  # type: ignore[call-arg]
     client.submit(bare)  # type: ignore[arg-type]
     client.get_task(1)  # type: ignore[arg-type]

@@ -6,13 +6,14 @@ create or replace function tasklib.pause_queue(
     name text, reason text default null, until timestamptz default null, actor text default null
 )
     returns tasklib.queues
-    language plpgsql
+    language plpgsql security definer
     set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare
     paused tasklib.queues;
 begin
+    pause_queue.until := nullif(pause_queue.until, 'infinity');
     if pause_queue.until <= clock_timestamp() then
         raise exception 'the pause would end in the past: %', pause_queue.until using errcode = 'TL400';
     end if;
@@ -21,7 +22,9 @@ begin
             pause_queue.until)
     on conflict (name) do update
        set (paused_at, paused_by, pause_reason, paused_until)
-         = (coalesce(queue.paused_at, excluded.paused_at), excluded.paused_by, excluded.pause_reason, excluded.paused_until)
+         = (case when queue.paused_until <= excluded.paused_at then excluded.paused_at  -- the earlier pause is over
+                 else coalesce(queue.paused_at, excluded.paused_at) end,
+            excluded.paused_by, excluded.pause_reason, excluded.paused_until)
     returning * into paused;
     perform tasklib.note_transition(
         'pause_queue', null, pause_queue.name, null, jsonb_build_object('paused_until', pause_queue.until),

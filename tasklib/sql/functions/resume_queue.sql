@@ -2,7 +2,7 @@
 --
 --     select tasklib.resume_queue('mail');
 create or replace function tasklib.resume_queue(name text, reason text default null, actor text default null) returns boolean
-    language plpgsql
+    language plpgsql security definer
     set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column

@@ -1,10 +1,14 @@
 -- Sets the policy of a queue: the given keys, which are columns of tasklib.queues. A key that is null removes that limit; a key that
--- is left out stays as it is. A queue that has no row gets one.
+-- is left out stays as it is. A queue that has no row gets one. Without rate_limit there is no rate, and without breaker_failures
+-- and breaker_share there is no breaker: to remove the key removes what belongs to it.
+--
+-- Security definer, as the other functions for operators: who may change policies need not be able to write to the tables, and
+-- cannot change what the audit says. An operator is granted this function.
 --
 --     select tasklib.set_queue('mail', '{"max_running": 10, "rate_limit": 100, "rate_seconds": 60}', 'new contract');
 create or replace function tasklib.set_queue(name text, policy jsonb default '{}', reason text default null, actor text default null)
     returns tasklib.queues
-    language plpgsql
+    language plpgsql security definer
     set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
@@ -22,20 +26,7 @@ begin
     end if;
     insert into tasklib.queues (name) values (set_queue.name) on conflict do nothing;
     select * into before from tasklib.queues where name = set_queue.name for update;
-    after := jsonb_populate_record(before, policy);
-    if num_nonnulls(after.breaker_failures, after.breaker_share) = 0 then
-        after.breaker_window_seconds := null;
-        after.breaker_open_seconds := null;
-        after.breaker_probes := null;
-        after.breaker_codes := null;
-    else
-        after.breaker_window_seconds := coalesce(after.breaker_window_seconds, 60);
-        after.breaker_open_seconds := coalesce(after.breaker_open_seconds, 30);
-        after.breaker_probes := coalesce(after.breaker_probes, 1);
-    end if;
-    after.rank := coalesce(after.rank, 0);
-    after.weight := coalesce(after.weight, 1);
-    after.audit := coalesce(after.audit, false);
+    after := tasklib.whole_policy(jsonb_populate_record(before, policy), policy);
     if after = before then
         return before;
     end if;
