@@ -33,7 +33,7 @@ SPARE_COLUMNS = ("priority", "age", "attempt")  # of a list: they are left out f
 # Of one task: what is printed first, then its times; values that tell nothing; and columns for tasklib's own use.
 FIRST = (
     "id", "name", "state", "queue", "args", "kwargs", "result", "progress", "error", "error_code", "attempt",
-    "max_retries", "worker_id",
+    "retry_count", "max_retries", "worker_id",
 )  # fmt: skip
 TIMES = (
     "created_at", "scheduled_at", "due_at", "next_retry_at", "expires_at", "claimed_at", "started_at", "locked_until",
