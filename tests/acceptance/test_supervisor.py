@@ -403,12 +403,15 @@ def _moment(line: dict[str, Any]) -> float:
 def test_an_application_that_cannot_be_started_ends_the_daemon_at_once(
     database_url: str, word: str, preload: bool, code: int, message: str
 ) -> None:
-    """With a code of its own, and one clear line."""
+    """With a code of its own, and one clear line, which is the last. The end of the other children is not logged."""
     environment = {"DAEMON_APP_IMPORT": word, "DAEMON_APP_URL": database_url}
     with daemon(database_url, environment=environment, waits=False, preload=preload, workers=2) as made:
         assert made.wait(START_SECONDS) == code
         assert made.processes() == []
         assert made.output().count(message) == 1, made.tail()
+        if not preload:
+            endings = [line["event"] for line in made.lines() if not line["event"].endswith(("spawned", "started"))]
+            assert [each for each in endings if each.startswith(("worker.", "daemon."))] == ["daemon.failed"]
 
 
 def test_a_schema_that_does_not_fit_ends_the_daemon_at_once(new_database: NewDatabase) -> None:

@@ -725,6 +725,33 @@ def test_it_ends_with_its_supervisor(own: Callable[..., Settings]) -> None:
         assert process.process.wait(30) == 0
 
 
+def test_its_first_state_is_reported_without_waiting_a_second(
+    own: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the database has answered, it is asked often; without an answer, only for a moment."""
+    said: list[dict[str, Any]] = []
+    kept = Keeper(own(), said.append)
+    assert not kept.is_settled
+    settle(kept)
+    assert said[-1]["database"]
+    assert said[-1]["listening"]
+    monkeypatch.setattr(keeper, "SETTLE_SECONDS", 0.1)
+    settle(Keeper(own(database_url="postgresql://127.0.0.1:1/none"), said.append))
+    assert not said[-1]["database"]
+
+
+def settle(kept: Keeper) -> None:
+    def is_settled() -> bool:
+        kept.tick()
+        return kept.is_settled
+
+    kept.start()
+    try:
+        wait_until(is_settled, "the first answers, or the end of the wait for them")
+    finally:
+        kept.close()
+
+
 def test_a_schema_that_does_not_fit_is_an_error(own: Callable[..., Settings], conn: Conn) -> None:
     """It says so, and does not go on."""
     kept = Keeper(own(schema="strange"), lambda _: None)
