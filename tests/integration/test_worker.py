@@ -1397,7 +1397,7 @@ def test_the_promoter_as_a_duty(client: tasklib.Client, conn: Conn, config: task
     assert promoter.run_once() == 1.0
 
     def pause_before_the_next() -> float:
-        """None is left, if it has become due meanwhile: that is not what this is about."""
+        """A task that is due at the first look, because the machine stood still, is replaced by another one."""
         conn.execute("delete from tasklib.tasks")
         client.submit_task("later", delay_seconds=0.5)
         pause = promoter.run_once()

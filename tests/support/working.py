@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from dataclasses import replace
@@ -116,7 +117,7 @@ def renew_now(worker: TaskWorker) -> None:
 def time_out(worker: TaskWorker) -> None:
     """The timeouts of what executes pass now. So a test can give tasks timeouts that no slow machine exceeds."""
     run = run_of(worker)
-    for each in run.buffer.executing():
+    for each in [each for each in run.buffer.executing() if each.deadline < math.inf]:
         each.timeout_limit -= each.deadline - time.monotonic()
         each.deadline = time.monotonic()
     run.loops["watch"].wake()
