@@ -252,7 +252,7 @@ def test_locks_are_extended_while_a_task_runs(client: tasklib.Client, conn: Conn
     @tasklib.task
     def long() -> None:
         ran.append(1)
-        release.wait(60)
+        release.wait(30)
 
     task_id = client.submit_task(long)
     with quick_reaper(config) as reaper, running(config, duties=False) as worker:
