@@ -837,7 +837,7 @@ def test_tasks_behind_long_ones_go_back(client: tasklib.Client, config: tasklib.
 
     @tasklib.task(priority=10)
     def long() -> None:
-        release.wait(60)
+        release.wait(30)
 
     client.submit_many([job.new() for _ in range(50)])
     TaskWorker(config).run_until_empty_sync()  # short tasks: the next worker may expect more of them
