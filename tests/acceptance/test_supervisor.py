@@ -168,7 +168,8 @@ def test_one_that_drains_is_not_called_hung(client: tasklib.Client, database_url
         task = client.submit_task("wait_for_file", path=str(goes_on))
         wait_running(client, task)
         made.ask("drain")
-        seen, until = [], time.monotonic() + 3.5  # longer than it may be silent
+        seen: list[bool] = []
+        until = time.monotonic() + 3.5  # longer than it may be silent
         while time.monotonic() < until or len(seen) < 5:
             seen += [each["is_hung"] for each in made.status()["workers"] if each["pid"]]
             time.sleep(0.2)

@@ -559,8 +559,8 @@ def test_a_row_that_somebody_holds_does_not_keep_the_other_locks_from_being_exte
             wait_until(lambda: all(get(client, each).state == "running" for each in ids))
             before = get(client, ids[1]).locked_until
             assert before is not None
-            for each in crew_of(worker).buffer.held():
-                each.locked_since -= timedelta(seconds=config.lock_timeout_seconds)  # it is time to extend them
+            for execution in crew_of(worker).buffer.held():
+                execution.locked_since -= timedelta(seconds=config.lock_timeout_seconds)  # it is time to extend them
             with psycopg.connect(database_url) as holder:
                 holder.execute("select from tasklib.tasks where id = %s for update", [ids[0]])
                 renew_now(worker)
