@@ -18,6 +18,7 @@ from tests.support.working import ManualWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from uuid import UUID
 
     from tests.support.raw_sql import Conn
 
@@ -119,6 +120,7 @@ def test_only_a_task_that_was_seen_before_is_locked_by_the_look(
     run_until_empty() would end. The age alone is not enough: `travel` makes tasks old that become ready only now.
     """
     statements = WorkerStatements(config)
+    seen: list[UUID] = []
     with contextlib.closing(ManualWorker(config, "worker")) as worker:
         for is_old in (False, True):
             task_id = client.submit_task("job")
