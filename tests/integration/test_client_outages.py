@@ -334,7 +334,7 @@ async def test_a_client_is_back_soon_after_an_outage(
         with server.outage("refusing"):
             for _ in range(4):
                 assert not await can_look()
-        assert await can_look() or await can_look() or await can_look()
+        assert await can_look() or await can_look()
 
 
 def test_who_waits_for_the_schema_check_shares_it(server: FailingServer, config: tasklib.Config) -> None:
