@@ -192,7 +192,7 @@ def _failed(state: str | None) -> str:
 
 @app.command()
 def show(task_id: TaskIdArgument, as_json: Json = False) -> None:
-    """Show everything about one task, and every attempt with its traceback."""
+    """Show one task, and every attempt with its traceback. Usual values are left out; --json has every column."""
     from tasklib import printing
 
     with open_client() as client:
@@ -205,7 +205,7 @@ def show(task_id: TaskIdArgument, as_json: Json = False) -> None:
         shown = None if attempts is None else [each.to_dict() for each in attempts]
         typer.echo(printing.as_json({**task.to_dict(), "attempts": shown}))
     else:
-        printing.print_task(task, attempts or [])
+        printing.print_task(task, attempts or [], now=datetime.now(UTC))
 
 
 def _attempts(client: Client, task_id: UUID) -> list[Attempt] | None:

@@ -30,6 +30,21 @@ if TYPE_CHECKING:
 ID_CHARACTERS = 36
 MAX_ERROR_CHARACTERS = 60  # in a list on a terminal
 INDENT = "    "
+SPARE_COLUMNS = ("priority", "age", "attempt")  # of a list: they are left out first on a narrow terminal
+# Of one task: what is printed first, then its times; values that tell nothing; and columns for tasklib's own use.
+FIRST = (
+    "id", "name", "state", "queue", "args", "kwargs", "result", "progress", "error", "error_code", "attempt",
+    "retry_count", "max_retries", "worker_id",
+)  # fmt: skip
+TIMES = (
+    "created_at", "scheduled_at", "due_at", "next_retry_at", "expires_at", "claimed_at", "started_at", "locked_until",
+    "cancel_asked_at", "completed_at",
+)  # fmt: skip
+USUAL: dict[str, Any] = {
+    "args": {}, "tags": {}, "priority": 0, "retry_count": 0, "crash_count": 0, "strikes": 0, "suspect": False,
+    "store_result": True, "pending_parents": 0,
+}  # fmt: skip
+INTERNAL = frozenset({"fencing_token", "payload_digest"})
 _STATE_STYLES = {State.COMPLETED: "green", State.RUNNING: "cyan", State.FAILED: "red", State.BURIED: "red"}
 _SEVERITY_STYLES = {"ok": "green", "warning": "yellow", "critical": "red"}
 _QUEUE_COLUMNS = ("queue", "ready", "scheduled", "retrying", "claimed", "running", "oldest_ready_age_seconds")
@@ -62,14 +77,22 @@ def print_tasks(tasks: Iterable[Task], *, now: datetime) -> None:
     _print_table(["id", "name", "state", "queue", "priority", "age", "attempt", "error"], rows)
 
 
-def print_task(task: Task, attempts: Sequence[Attempt]) -> None:
-    """Print every column that has a value, then every attempt with its traceback. The last attempt's traceback is also
-    the task's error: it is printed once.
+def print_task(task: Task, attempts: Sequence[Attempt], *, now: datetime) -> None:
+    """Print what the task is and what became of it, then its times, then what is unusual about it, then every attempt
+    with its traceback. The last attempt's traceback is also the task's error: it is printed once.
     """
-    values = {name: value for name, value in task.to_dict().items() if value is not None}
+    values = {name: value for name, value in task.to_dict().items() if value is not None and name not in INTERNAL}
+    values = {name: value for name, value in values.items() if name not in USUAL or value != USUAL[name]}
+    values["state"] = state_words(task, now)
+    if task.state != State.PENDING:
+        del values["ready"]
     if task.error and any(attempt.error == task.error for attempt in attempts):
         values["error"] = task.error.split("\n", 1)[0]
-    print_values(values)
+    shown = [{name: values.pop(name) for name in names if name in values} for names in (FIRST, TIMES)]
+    for number, block in enumerate(block for block in (*shown, values) if block):
+        if number:
+            typer.echo()
+        print_values(block)
     for attempt in attempts:
         typer.echo(f"\n{_styled(_headline(attempt), bold=True)}")
         _print_indented((attempt.error or attempt.error_message or attempt.failed_reason or "").splitlines())
@@ -211,8 +234,37 @@ def _print_for_terminal(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -
     from rich.table import Column, Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
+    if header[-1] == "error" and _width(header, rows) > Console().width:
+        _print_narrow(header, rows, Console().width)
+        return
     columns = [Column("id", no_wrap=True, min_width=ID_CHARACTERS) if name == "id" else Column(name) for name in header]
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
         table.add_row(*(Text(cell.text, style=cell.style) for cell in row))
     Console().print(table)
+
+
+def _print_narrow(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> None:
+    """Each error in a line of its own, and as many columns as fit."""
+    errors = [row[-1].text for row in rows]
+    names, cells = list(header[:-1]), [list(row[:-1]) for row in rows]
+    for spare in SPARE_COLUMNS:
+        if _width(names, cells) > width:
+            place = names.index(spare)
+            del names[place]
+            for row in cells:
+                del row[place]
+    widths = [
+        max(map(len, column)) for column in zip(names, *([cell.text for cell in row] for row in cells), strict=True)
+    ]
+    typer.echo(_styled("  ".join(name.ljust(size) for name, size in zip(names, widths, strict=True)), bold=True))
+    for row, error in zip(cells, errors, strict=True):
+        padded = (_styled(cell.text.ljust(size), fg=cell.style or None) for cell, size in zip(row, widths, strict=True))
+        typer.echo("  ".join(padded))
+        _print_indented([error[: width - len(INDENT)]] if error else [])
+
+
+def _width(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> int:
+    """With a gap of two between columns, and cells that do not wrap."""
+    columns = zip(header, *([cell.text for cell in row] for row in rows), strict=True)
+    return sum(max(map(len, column)) + 2 for column in columns)

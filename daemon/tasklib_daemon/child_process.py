@@ -47,6 +47,13 @@ EVENTS: dict[Role, dict[Happening, str]] = {
         "killed": "web.killed", "died": "web.died", "stacks": "web.stacks",
     },
 }  # fmt: skip
+# Why a child is killed that was not told to stop before.
+_WHY_KILLED: dict[Cause, str] = {
+    "hard_timeout": "a task was over its time",
+    "cancelled": "a cancelled task did not stop",
+    "recycled": "the reload was given up",
+    "shutdown": "the daemon stops",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +142,8 @@ class ChildProcess:
 
     def kill(self, cause: Cause | None, guilty: UUID | None) -> None:
         why = self.stop.why
-        if guilty is not None:
-            why = "a task was over its time" if cause == "hard_timeout" else "a cancelled task did not stop"
+        if cause is not None and (guilty is not None or why is None):
+            why = _WHY_KILLED.get(cause)
         cause = cause or self.stop.cause
         log.warning(self.event("killed"), slot=self.slot.number, pid=self.pid, cause=cause, task_id=guilty)
         self._advance(Stage.KILLED, signal.SIGKILL, why=why, cause=cause, guilty=guilty)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import queue
 import select
 import signal
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 TICK_SECONDS = 1.0
+SETTLE_SECONDS = 2.0  # for the first answers from the database
 FRESH_SECONDS = 5.0  # how long a list of workers is believed; the supervisor sends one every second
 ANSWER_SECONDS = 5.0  # the database is up if it has answered so lately; the election asks about every second
 UNSERVED_SECONDS = 10.0  # workers that have just started must register before the first look, too
@@ -77,7 +79,7 @@ def run(settings: Settings, channel: Channel, counters: Counters | None = None) 
         keeper.start()
         while not signals.take() and not channel.is_closed:
             keeper.tick()
-            poll.poll(1000 * (TICK_SECONDS if keeper.is_ready else 0.02))
+            poll.poll(1000 * (TICK_SECONDS if keeper.is_settled else 0.02))
             keeper.receive(channel.receive(0))
         keeper.receive(channel.receive(0))  # the last statistics
         until = time.monotonic() + DRAIN_SECONDS
@@ -98,6 +100,7 @@ class Keeper:
         self._counts = Counts()  # what workers have counted, until it is in the statistics
         self._workers = _ReportedWorkers()
         self.is_ready = False
+        self._settles_until = math.inf
         self._last_state: tuple[float, Message] = (0.0, {})  # when it was sent, and which
         self._wake_sender = WakeSender(settings.runtime_directory)
         self._sessions = {
@@ -244,8 +247,8 @@ class Keeper:
     # --- messages to the supervisor and to workers ---
 
     def tick(self) -> None:
-        """Report the state every second, and whenever it has changed. Raises an error that makes it impossible to go
-        on.
+        """Report the state if it has changed, or if a second has passed. Raises an error that makes it impossible to
+        go on.
         """
         if self._schema_check.error is not None:
             raise self._schema_check.error
@@ -253,6 +256,7 @@ class Keeper:
             return
         if not self.is_ready:
             self.is_ready = True
+            self._settles_until = time.monotonic() + SETTLE_SECONDS
             self._send({"say": "ready"})
         self._metrics.rounds({name: loop.beats for name, loop in self._loops.items()})
         state, now = self._state(), time.monotonic()
@@ -260,6 +264,15 @@ class Keeper:
         if state != last or now - sent_at >= TICK_SECONDS:
             self._last_state = (now, state)
             self._send(state)
+
+    @property
+    def is_settled(self) -> bool:
+        """Its first answers from the database are in its state, or have not come in time. Until then `tick` is called
+        more often: otherwise `tasklibd status` would say "not connected" in the first second.
+        """
+        _, state = self._last_state
+        is_complete = bool(state) and state["database"] and state["listening"]
+        return is_complete or time.monotonic() >= self._settles_until
 
     def _state(self) -> Message:
         is_elected = self.election.is_held()

@@ -128,6 +128,13 @@ def revive() -> None:
         logging.getLogger(name).disabled = False
 
 
+def only_errors() -> None:
+    """From now on, of this process's own events. At level debug, all are still logged."""
+    logger = logging.getLogger("tasklib_daemon")
+    if logger.getEffectiveLevel() > logging.DEBUG:
+        logger.setLevel(logging.ERROR)
+
+
 def reopen() -> None:
     """Open the file again, because it may have been renamed. Safe in a signal handler."""
     if _sink is not None:

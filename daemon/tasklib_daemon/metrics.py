@@ -127,12 +127,15 @@ CLAIM_SECONDS = _counted(
 )  # fmt: skip
 CLAIM_BATCH = _counted("claim_batch_tasks", "claim_batch", "Tasks found by one claim statement.", buckets=BATCHES)
 FINISH_SECONDS = _counted(
-    "finish_duration_seconds", "finish_seconds", "How long the statements took that write outcomes.",
+    "finish_duration_seconds", "finish_seconds", "How long statements that write outcomes took.",
     buckets=STATEMENT_SECONDS, unit="seconds",
 )  # fmt: skip
 FINISH_BATCH = _counted("finish_batch_tasks", "finish_batch", "Outcomes written by one statement.", buckets=BATCHES)
 FENCED = _counted(
-    "fenced_writes", "fenced", "Outcomes that were refused: their tasks had other owners by then.", unit="writes"
+    "fenced_writes",
+    "fenced",
+    "Outcomes that were refused, because another worker held the task by then.",
+    unit="writes",
 )
 LEASES_LOST = _counted(
     "leases_lost", "lease_lost",
@@ -140,7 +143,7 @@ LEASES_LOST = _counted(
     "how", unit="leases", values=("ran_out", "fenced"),
 )  # fmt: skip
 LOOP_ROUNDS = _counted(
-    "loop_rounds", "rounds", "Rounds of each loop: of one that stands still, it does not grow.", "process", "loop",
+    "loop_rounds", "rounds", "Rounds of each loop. It does not grow while the loop stands still.", "process", "loop",
     unit="rounds",
 )  # fmt: skip
 DATABASE_ERRORS = _counted(
@@ -162,7 +165,7 @@ BUFFERED = _gauge(
 UNWRITTEN = _gauge(
     "worker_unwritten_tasks", "Tasks that have ended, and whose outcome is not written yet.", "slot", unit="tasks"
 )
-BEAT_AGE = _gauge("worker_beat_age_seconds", "Time since the claim loop last went on.", "slot", unit="seconds")
+BEAT_AGE = _gauge("worker_beat_age_seconds", "Time since the claim loop last made progress.", "slot", unit="seconds")
 WORKER_DEATHS = _counted(
     "worker_deaths", "deaths",
     "Deaths of workers: crash, hang, hard_timeout, cancelled (a task did not stop), memory; and expected ones: "
@@ -179,7 +182,7 @@ RECOVERY = _counted(
 BUILD_INFO = _gauge("build_info", "Always 1; the versions are in the labels.", "version", "python", unit="info")
 DAEMON_STATE = _gauge("daemon_state", "1 for the state that the daemon is in.", "state")
 DAEMON_HEALTHY = _gauge("daemon_healthy", "0 while a child dies again and again, or the web child has no port.")
-STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor last told how it is.", unit="seconds")
+STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor last reported its status.", unit="seconds")
 MEMORY = _gauge("process_resident_memory_bytes", "Memory of each process.", "role", "slot", unit="bytes")
 CPU = Metric("process_cpu_seconds", "counter", "Time on a processor of each process.", ("role", "slot"), "seconds")
 START_TIME = _gauge(
@@ -194,7 +197,7 @@ LISTENER_UP = _gauge("listener_up", "1 while the daemon receives notifications; 
 NOTIFICATIONS = _counted(
     "notifications", "rings", "Notifications of new tasks that the daemon has received.", unit="notifications"
 )
-ELECTED = _gauge("elected", "1 for the daemon that does what is done once for all of them.")
+ELECTED = _gauge("elected", "1 for the daemon that is elected to do the duties of the cluster.")
 ELECTION_TERM = _gauge("election_term", "The term of office; only while elected.")
 ELECTIONS_WON = _counted("elections_won", "elected", "How often this daemon was elected.", unit="elections")
 CONNECTIONS_OPEN = _gauge(
@@ -224,12 +227,10 @@ QUEUE_TASKS = _cluster(
     "queue", "state", unit="tasks",
 )  # fmt: skip
 OLDEST_READY = _cluster(
-    "queue_oldest_ready_age_seconds", "How long the task that has waited longest could have run.", "queue",
+    "queue_oldest_ready_age_seconds", "How long the oldest ready task has been ready.", "queue",
     unit="seconds",
 )  # fmt: skip
-DUE_LAG = _cluster(
-    "due_lag_seconds", "How long the longest due of the tasks that wait for their time has been due.", unit="seconds"
-)
+DUE_LAG = _cluster("due_lag_seconds", "How long ago the most overdue of the waiting tasks became due.", unit="seconds")
 UNSERVED = _cluster("unserved_names", "Names of tasks that wait, and that no live worker serves.", unit="names")
 CLUSTER_WORKERS = _cluster(
     "cluster_workers", "Workers in the table of workers: alive, stopping, or dead and not forgotten yet.", "state",

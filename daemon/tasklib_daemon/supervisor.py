@@ -296,6 +296,8 @@ class Supervisor:
     def _handle_death(self, child: ChildProcess, status: int) -> None:
         board = child.scoreboard.read()
         is_expected = child.stage not in {Stage.SERVING, Stage.ABORTED}
+        if not is_expected:
+            self._give_up_at_start(child)
         how = how_it_ended(status, child.stop.why if child.stage >= Stage.ABORTED else None)
         self._log_death(child, how, is_expected=is_expected or status == 0)
         cause = _cause(child, status)
@@ -307,6 +309,13 @@ class Supervisor:
             self._crash_reports.add(child, board, name=name, how=how, cause=cause)
         if not is_expected:
             self._handle_failure(child)
+
+    def _give_up_at_start(self, child: ChildProcess) -> None:
+        """Then only the reason is logged: the end of the other children tells the operator nothing."""
+        is_first_start = not self._lifecycle.has_started and not self._generations.is_coming(child.generation)
+        if is_first_start and child.failure is not None and child.failure.code in BOOT_ERRORS:
+            self._lifecycle.give_up(child.failure)
+            logs.only_errors()
 
     def _log_death(self, child: ChildProcess, how: str, *, is_expected: bool) -> None:
         (log.info if is_expected else log.warning)(
@@ -325,8 +334,6 @@ class Supervisor:
             return
         lived = child.age_seconds if child.is_ready else 0.0  # a long import does not count
         self._children.history(child.slot).add(time.monotonic(), lived, self.settings.restart)
-        if not self._lifecycle.has_started and child.failure is not None and child.failure.code in BOOT_ERRORS:
-            self._lifecycle.give_up(child.failure)
 
     # --- actions ---
 

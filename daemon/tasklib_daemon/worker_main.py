@@ -124,7 +124,10 @@ class SupervisorLink:
         """A task has closed our file descriptors, or the supervisor is gone. Tasks may finish. The scoreboard is
         memory, and still shows whether to interrupt them.
         """
-        log.error("worker.disconnected", consequence="its descriptors were closed: it drains, and is replaced")
+        log.error(
+            "worker.disconnected", why="the supervisor is gone, or a task has closed the worker's file descriptors",
+            consequence="the worker drains, and ends",
+        )  # fmt: skip
         while True:
             self._stop()
             time.sleep(POLL_SECONDS)

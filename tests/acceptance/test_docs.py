@@ -55,11 +55,20 @@ def test_what_runs_elsewhere_is_still_in_the_documentation() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Between our own files."""
+    """Between our own files, to a file and to a heading in it."""
     for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8")):
             if "://" not in target:
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
+                found = document.parent / target if target else document
+                assert found.exists(), f"{document.name}: {target}"
+                assert not anchor or anchor in anchors(found), f"{document.name}: {target}#{anchor}"
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_readme_is_short() -> None:

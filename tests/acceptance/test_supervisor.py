@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -19,7 +18,6 @@ import pytest
 
 import tasklib
 from tasklib import migrate
-from tasklib_daemon.exit_codes import Exit
 from tests.support.working import get, wait_final
 from tools.daemons import daemon, is_alive
 from tools.waiting import START_SECONDS, wait_until
@@ -163,19 +161,21 @@ def test_hup_replaces_everybody_without_a_gap(client: tasklib.Client, database_u
         assert made.stop() == 0
 
 
-def test_one_that_drains_is_not_called_hung(client: tasklib.Client, database_url: str) -> None:
+def test_one_that_drains_is_not_called_hung(client: tasklib.Client, database_url: str, tmp_path: Path) -> None:
     """It claims nothing any more, so its claim loop is silent. Called hung, nobody would renew its lease for it."""
+    goes_on = tmp_path / "goes on"
     with daemon(database_url, hang_seconds=1.5, stall_seconds=1.5) as made:
-        task = client.submit_task("nap", seconds=4.0)
+        task = client.submit_task("wait_for_file", path=str(goes_on))
         wait_running(client, task)
         made.ask("drain")
-        seen = []
-        while made.popen.poll() is None:
-            with contextlib.suppress(Exit):  # it has just gone
-                seen += [each["is_hung"] for each in made.status()["workers"] if each["pid"]]
+        seen: list[bool] = []
+        until = time.monotonic() + 3.5  # longer than it may be silent
+        while time.monotonic() < until or len(seen) < 5:
+            seen += [each["is_hung"] for each in made.status()["workers"] if each["pid"]]
             time.sleep(0.2)
-        assert len(seen) > 5
         assert not any(seen)
+        goes_on.touch()
+        assert made.wait() == 0
         assert get(client, task).state == "completed"
 
 
@@ -276,12 +276,14 @@ def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, datab
     """
     with daemon(database_url, workers=2, concurrency=1, lease_seconds=300) as made:
         journal = tmp_path / "journal"
-        task = client.submit_task("nap", seconds=2.0, journal=str(journal))
+        task = client.submit_task("nap", seconds=NEVER_ENDS, journal=str(journal))
         wait_running(client, task)
         victim = int(journal.read_text().split()[0])
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again")
         assert attempts(conn, task)[0] == ("WORKER_FAILURE", "killed by SIGKILL, perhaps out of memory")
+        assert client.cancel_task(task)
+        wait_final(client, task)
 
         wait_until(lambda: len(made.workers()) == 2, "two workers")
         crashed = client.submit_task("crash", on_crash="fail")
@@ -297,12 +299,14 @@ def test_a_dead_worker_is_seen_at_once(client: tasklib.Client, conn: Conn, datab
         wait_until(lambda: pids.exists() and len(pids.read_text().splitlines()) == 4, "grandchildren")
         grandchildren = [int(line) for line in pids.read_text().splitlines()]
         journal = tmp_path / "journal of another"
-        task = client.submit_task("nap", seconds=2.0, journal=str(journal))
+        task = client.submit_task("nap", seconds=NEVER_ENDS, journal=str(journal))
         wait_running(client, task)
         for pid in (made.child("keeper"), int(journal.read_text().split()[0])):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: len(journal.read_text().splitlines()) == 2, "it to run again, by a new keeper")
         assert len(made.lines("keeper.died")) == 1
+        assert client.cancel_task(task)
+        wait_final(client, task)
         for each in made.workers():
             os.kill(each["pid"], signal.SIGKILL)
         wait_until(
@@ -403,12 +407,15 @@ def _moment(line: dict[str, Any]) -> float:
 def test_an_application_that_cannot_be_started_ends_the_daemon_at_once(
     database_url: str, word: str, preload: bool, code: int, message: str
 ) -> None:
-    """With a code of its own, and one clear line."""
+    """With a code of its own, and one clear line, which is the last. The end of the other children is not logged."""
     environment = {"DAEMON_APP_IMPORT": word, "DAEMON_APP_URL": database_url}
     with daemon(database_url, environment=environment, waits=False, preload=preload, workers=2) as made:
         assert made.wait(START_SECONDS) == code
         assert made.processes() == []
         assert made.output().count(message) == 1, made.tail()
+        if not preload:
+            endings = [line["event"] for line in made.lines() if not line["event"].endswith(("spawned", "started"))]
+            assert [each for each in endings if each.startswith(("worker.", "daemon."))] == ["daemon.failed"]
 
 
 def test_a_schema_that_does_not_fit_ends_the_daemon_at_once(new_database: NewDatabase) -> None:

@@ -26,7 +26,7 @@ APPLICATION = """
     import tasklib
     from tasklib import TaskWorker
 
-    config = tasklib.Config(os.environ["DATABASE_URL"], lease_seconds=2)
+    config = tasklib.Config(os.environ["DATABASE_URL"], lease_seconds=float(sys.argv[3]))
     began = pathlib.Path(sys.argv[1])
 
     @tasklib.task
@@ -54,12 +54,12 @@ APPLICATION = """
 class Process:
     """A worker process, with what it printed."""
 
-    def __init__(self, directory: Path, url: str, how: str = "sync") -> None:
+    def __init__(self, directory: Path, url: str, how: str = "sync", *, lease_seconds: float = 15.0) -> None:
         program = directory / "application.py"
         program.write_text(textwrap.dedent(APPLICATION))
         self.began = directory / "began"
         self.began.touch()
-        command = [sys.executable, str(program), str(self.began), how]
+        command = [sys.executable, str(program), str(self.began), how, str(lease_seconds)]
         environment = os.environ | {"DATABASE_URL": url}
         self.popen = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.popen.stdout is not None
@@ -126,13 +126,17 @@ def test_a_killed_worker_is_recovered(client: tasklib.Client, conn: Conn, databa
     wait_until(lambda: conn.execute("select state from tasklib.tasks").fetchone() == ("running",), "running")
     first.popen.kill()
     first.end()
-    second = Process(second_directory, database_url)
+    conn.execute("update tasklib.workers set lease_until = clock_timestamp()")
+    second = Process(second_directory, database_url, lease_seconds=2)
     task = wait_final(client, task_id, seconds=30)
     second.popen.send_signal(signal.SIGTERM)
     assert second.end()[0] == 0
-    assert (task.state, task.result, task.attempt, task.crash_count) == ("completed", {"value": "slept"}, 2, 1)
+    assert (task.state, task.result) == ("completed", {"value": "slept"})
     attempts = conn.execute("select outcome, worker_pid from tasklib.task_attempts order by attempt").fetchall()
-    assert attempts == [("WORKER_FAILURE", first.popen.pid), ("COMPLETED", second.popen.pid)]
+    assert attempts[0] == ("WORKER_FAILURE", first.popen.pid)
+    # On a machine that stands still, the second one may lose its short lease, too, and run the task once more.
+    assert [each for each in attempts if each[0] == "COMPLETED"] == [("COMPLETED", second.popen.pid)]
+    assert attempts[-1][0] == "COMPLETED"
 
 
 def test_the_examples_run(new_database: NewDatabase) -> None:

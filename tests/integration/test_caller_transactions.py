@@ -285,7 +285,7 @@ def test_a_stream_of_another_connection_is_nobodys_business(of_kind: OfKind, con
     borrower, other = of_kind("psycopg"), of_kind("psycopg")
     with open_stream(other, "stream"), ThreadPoolExecutor(1) as pool, borrower.inside(borrower.transaction()):
         sleeping = pool.submit(borrower.execute, "select pg_sleep(0.3)")
-        wait_until(borrower.connection.lock.locked, "the connection to be busy")
+        wait_until(lambda: borrower.connection.lock.locked() or sleeping.done(), "the connection to be busy")
         borrower.submit(pay.new(1))
         sleeping.result()
     assert count(conn) == 1

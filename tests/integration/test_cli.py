@@ -64,6 +64,40 @@ def test_nothing_is_cut(run: Run, conn: Conn, database_url: str) -> None:
     assert task_id in terminal.stdout
 
 
+def test_a_list_can_be_read_on_a_terminal_of_80_columns(run: Run, conn: Conn, database_url: str) -> None:
+    """Names and states are whole, and the error stands in a line of its own."""
+    task_id = run("submit", "send_email", "--queue", "mail").stdout.strip()
+    fail_all(conn, "OSError: is down")
+    command = f"script -qec 'stty cols 80; {COMMAND} list' /dev/null"
+    environment = {"DATABASE_URL": database_url, "PATH": os.environ["PATH"], "TERM": "xterm", "NO_COLOR": "1"}
+    terminal = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    header, row, error = terminal.stdout.splitlines()
+    assert header.split() == ["id", "name", "state", "queue"]
+    assert re.split(r"\s{2,}", row.strip()) == [task_id, "send_email", "failed (gave up)", "mail"]
+    assert error == "    OSError: is down"
+
+
+def test_a_task_is_shown_by_what_matters(run: Run, conn: Conn) -> None:
+    """What it is and what became of it, its times, then what is unusual. What is as usual is left out."""
+    plain, urgent = run("submit", "a").stdout.strip(), run("submit", "a", "--priority", "7").stdout.strip()
+    conn.execute("update tasklib.tasks set strikes = 1 where id = %s", [urgent])
+    blocks = [[line.split()[0] for line in block.splitlines()] for block in run("show", plain).stdout.split("\n\n")]
+    first = ["id", "name", "state", "queue", "kwargs", "attempt", "max_retries"]
+    assert blocks == [first, ["created_at", "scheduled_at"], ["ready"]]
+    assert re.search(r"\n\npriority +7\nready +true\nstrikes +1\n$", run("show", urgent).stdout)
+    fail_all(conn, "E: x")
+    assert re.search(r"state +failed \(gave up\)\n", run("show", plain).stdout)
+    assert "ready" not in run("show", plain).stdout
+
+
+def fail_all(conn: Conn, error: str) -> None:
+    conn.execute(
+        """update tasklib.tasks set state = 'failed', started_at = now(), completed_at = now(), ready = false,
+           attempt = 1, error_code = 'E', error = %s""",
+        [error],
+    )
+
+
 def test_json_for_programs(run: Run, client: tasklib.Client) -> None:
     """Every command's answer as JSON, with every column."""
     first = json.loads(run("submit", "a", "--idempotency-key", "k", "--json").stdout)

@@ -208,6 +208,23 @@ def test_every_public_call_is_in_the_tables() -> None:
     assert sorted(name for table in tables for name in table) == sorted(public)
 
 
+def is_answered(look: Callable[[], object]) -> bool:
+    """Before the outage. A server on a slow machine may need more time than the calls of these tests have."""
+    try:
+        look()
+    except tasklib.DatabaseUnavailable:
+        return False
+    return True
+
+
+async def answered(look: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """The same, for a call that is awaited."""
+    for _ in range(int(END_SECONDS / CALL_SECONDS)):
+        with contextlib.suppress(tasklib.DatabaseUnavailable):
+            await look()
+            return
+
+
 class Outage:
     """All calls at once, around the moment at which the server fails."""
 
@@ -233,7 +250,7 @@ class Outage:
     def run_async_calls(self, *, is_first_use: bool) -> None:
         async def run() -> None:
             if not is_first_use:
-                await asyncio.gather(self.async_client.list_tasks(), tasklib.list_tasks_async())
+                await asyncio.gather(answered(self.async_client.list_tasks), answered(tasklib.list_tasks_async))
             self.is_warm.set()
             await asyncio.to_thread(self.may_start.wait)
             await asyncio.gather(*(self.try_async(name) for name in self.async_calls))
@@ -257,8 +274,8 @@ def test_every_call_ends_in_an_outage(server: FailingServer, config: tasklib.Con
         stack.callback(outage.may_start.set)
         loop_ended = threads.submit(outage.run_async_calls, is_first_use=is_first_use)
         if not is_first_use:
-            outage.client.list_tasks()
-            tasklib.list_tasks()
+            wait_until(lambda: is_answered(outage.client.list_tasks), "its first connection")
+            wait_until(lambda: is_answered(tasklib.list_tasks), "its first connection")
         assert outage.is_warm.wait(END_SECONDS)
         if when == "during the call":
             begin_calls_that_wait(server, outage, threads)
@@ -313,14 +330,14 @@ def test_a_call_that_waits_burns_no_cpu(server: FailingServer, config: tasklib.C
 
     async def ask() -> None:
         async with AsyncClient(probe) as client:
-            await client.list_tasks()
+            await answered(client.list_tasks)
             warm.wait(END_SECONDS)
             with pytest.raises(tasklib.DatabaseUnavailable):
                 await client.submit(job.new(1))
 
     warm = threading.Barrier(3)
     with Client(probe) as client, ThreadPoolExecutor(2) as threads:
-        client.list_tasks()
+        wait_until(lambda: is_answered(client.list_tasks), "its first connection")
         asked = threads.submit(asyncio.run, ask())
         wait_until(lambda: warm.n_waiting == 1, "the async client's connection")
         with server.outage(kind):
@@ -349,7 +366,7 @@ async def test_a_client_is_back_soon_after_an_outage(
                 return False
             return True
 
-        assert await can_look()
+        assert await can_look() or await can_look() or await can_look()
         with server.outage("refusing"):
             for _ in range(4):
                 assert not await can_look()

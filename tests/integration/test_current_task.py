@@ -160,9 +160,9 @@ def test_a_cancel_is_seen_inside(client: tasklib.Client, config: tasklib.Config)
 
     @tasklib.task
     def long() -> None:
-        began.set()
         try:
-            for _ in range(10_000):
+            for _ in range(100_000):  # for longer than the cancel may take
+                began.set()
                 threading.Event().wait(0.001)
         finally:
             seen.append(tasklib.current_task().cancel_asked)

@@ -131,7 +131,7 @@ def backend(election: Election) -> int:
 
 def test_who_resigns_is_replaced_at_once(candidate: Candidate) -> None:
     """A daemon that stops does not leave the others waiting."""
-    first, second = candidate("a", 60.0), candidate("b")
+    first, second = candidate("a", 60.0), candidate("b", 60.0)
     first.run_once()
     first.resign()
     second.run_once()

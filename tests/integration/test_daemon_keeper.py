@@ -527,10 +527,12 @@ def looks(workers: list[TaskWorker]) -> list[int]:
 
 
 @pytest.mark.direct("listens, which no pooler lets it do")
-def test_a_task_wakes_one_worker(client: tasklib.Client, crowd: list[TaskWorker]) -> None:
+def test_a_task_wakes_one_worker(client: tasklib.Client, conn: Conn, crowd: list[TaskWorker]) -> None:
     """Another one each time: all others would look in vain."""
     before = looks(crowd)
     for _ in range(5):
+        # One that falls asleep while an insert is under way looks several times.
+        wait_until(lambda: asleep(conn) == 5, "all to be asleep")
         task = client.submit_task("keeper_work")
         wait_until(lambda: get(client, task).state == "completed", "it to run")  # noqa: B023 - at once
 
@@ -617,19 +619,23 @@ def test_a_vanished_daemon_is_taken_over_also_when_it_was_elected(
     """Its worker and its keeper die in the same moment, without a word: the next keeper is elected when the term is
     over, and the task runs again when the lease is. How soon is judged by `dev.py soak daemon supervisors`.
     """
-    given = own(lease_seconds=3)
-    url = given.config().database_url
+    given, url = own(), own().config().database_url
+    options: dict[str, Any] = {"lease_seconds": 300, "listen": False, "duties": False}
     with (
-        keeper_process(given) as first,
-        worker_process(url, lease_seconds=3, listen=False, duties=False) as worker,
+        keeper_process(own(election_ttl_seconds=4.0)) as first,
+        worker_process(url, **options) as worker,
     ):
         first.wait_for(elected=True)
+        elected = (conn.execute("select holder from tasklib.elections").fetchone() or [""])[0]
         task = client.submit_task("keeper_nap")
         wait_until(lambda: get(client, task).state == "running", "the task to run")
-        with Kept(given) as kept, worker_process(url, lease_seconds=3, listen=False, duties=False) as other:
-            wait_until(lambda: kept.is_so(database=True, elected=False), "the second keeper")
+        with Kept(given) as kept, worker_process(url, **options) as other:
+            wait_until(lambda: kept.is_so(database=True), "the second keeper")
             os.kill(first.process.pid, signal.SIGKILL)
-            worker.kill()
+            dead = worker.kill()
+            conn.execute("update tasklib.elections set until = clock_timestamp() where holder = %s", [elected])
+            past = "update tasklib.workers set lease_until = clock_timestamp() where worker_id = %s"
+            conn.execute(past, [dead.worker_id])
             wait_until(lambda: kept.is_so(elected=True), "the second to be elected")
             wait_until(lambda: any(id_ == task for id_, _ in other.began), "the task to run again")
     assert attempts(conn, task) == [("WORKER_FAILURE", True, "its worker died: the lease ran out")]
@@ -644,7 +650,8 @@ class KeeperProcess:
     def __init__(self, given: Settings) -> None:
         ours, theirs = socket.socketpair()
         values = {"database_url": given.config().database_url, "name": given.name, "lease_seconds": LEASE_SECONDS}
-        values |= {"runtime_directory": str(given.runtime_directory), "election_ttl_seconds": 0.6}
+        values |= {"runtime_directory": str(given.runtime_directory)}
+        values |= {"election_ttl_seconds": given.election_ttl_seconds}
         program = (
             "import json, socket, sys\n"
             "from tasklib_daemon import keeper, settings\n"
@@ -723,6 +730,33 @@ def test_it_ends_with_its_supervisor(own: Callable[..., Settings]) -> None:
         process.wait_for(database=True)
         process.channel.close()
         assert process.process.wait(30) == 0
+
+
+def test_its_first_state_is_reported_without_waiting_a_second(
+    own: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the database has answered, it is asked often; without an answer, only for a moment."""
+    said: list[dict[str, Any]] = []
+    kept = Keeper(own(), said.append)
+    assert not kept.is_settled
+    settle(kept)
+    assert said[-1]["database"]
+    assert said[-1]["listening"]
+    monkeypatch.setattr(keeper, "SETTLE_SECONDS", 0.1)
+    settle(Keeper(own(database_url="postgresql://127.0.0.1:1/none"), said.append))
+    assert not said[-1]["database"]
+
+
+def settle(kept: Keeper) -> None:
+    def is_settled() -> bool:
+        kept.tick()
+        return kept.is_settled
+
+    kept.start()
+    try:
+        wait_until(is_settled, "the first answers, or the end of the wait for them")
+    finally:
+        kept.close()
 
 
 def test_a_schema_that_does_not_fit_is_an_error(own: Callable[..., Settings], conn: Conn) -> None:

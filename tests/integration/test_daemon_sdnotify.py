@@ -88,11 +88,13 @@ def test_from_start_to_stop(client: tasklib.Client, database_url: str, manager: 
         assert _words(manager) == ["RELOADING=1", "READY=1"]
 
         manager.forget()
-        napping = client.submit_task("nap", seconds=2.0)
-        wait_until(lambda: client.get_task(napping).state == "running", "it to run")  # type: ignore[union-attr]
+        goes_on = tmp_path / "goes on"
+        waiting = client.submit_task("wait_for_file", path=str(goes_on))
+        wait_until(lambda: client.get_task(waiting).state == "running", "it to run")  # type: ignore[union-attr]
         made.ask("drain")
         manager.wait_for("STATUS=draining: 1 tasks execute")
         manager.wait_for("EXTEND_TIMEOUT_USEC=30000000", times=2)
+        goes_on.touch()
         assert _words(manager) == ["STOPPING=1"]
         assert made.wait() == ExitCode.OK
 

@@ -235,22 +235,32 @@ def test_a_connection_that_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up before all of the time is: then it is known that it is the connection."""
     monkeypatch.setattr("tasklib.doctor.probe.CONNECT_SECONDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = run_checks(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=6)
+        found = run_checks(tasklib.Config(f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/shop"), seconds=60)
     assert "PostgreSQL cannot be reached" in found[0].summary
 
 
-def test_a_database_that_falls_silent(url: str, open_directory: Path) -> None:
+def test_a_database_that_falls_silent(url: str, open_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found before is told all the same."""
-    stuck = threading.Event()
+    is_silent, may_go_on = threading.Event(), threading.Event()
+    really = threading.Thread.join
 
     def decide(said: Said) -> Fate:
         if "select name, setting from pg_settings" in said.sql:
-            stuck.wait(30)
+            is_silent.set()
+            may_go_on.wait(60)
         return "pass"
 
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        """The doctor's time is up when the database has fallen silent, and not before."""
+        if timeout == 300:
+            assert is_silent.wait(60)
+        else:
+            really(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
     with CuttingProxy(url, open_directory, decide) as to:
-        found = run_checks(tasklib.Config(to.url), seconds=3)
-        stuck.set()
+        found = run_checks(tasklib.Config(to.url), seconds=300)
+        may_go_on.set()
     assert (found[-1].check, found[-1].severity) == ("database", CRITICAL)
     assert "durability" in found[-1].summary
     assert {each.check for each in found} >= {"schema", "clock"}

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -21,7 +22,7 @@ from tests.integration.test_exactly_once import count, kinds, write_in
 from tests.support.invariants import violations
 from tests.support.proxy import CuttingProxy
 from tests.support.raw_sql import literal
-from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tests.support.working import ManualWorker, get, grown_up_reaper, renew_now, running, time_out, wait_final
 from tools.waiting import wait_until, wait_until_blocked
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class Hold:
 def crew_of(worker: tasklib.TaskWorker) -> WorkerRun:
     assert worker._run is not None
     return worker._run
+
+
+NEVER_RENEWS = 300.0  # a lease of which a third is longer than a test: a renewal would undo what `die` does
 
 
 def die(conn: Conn, worker: tasklib.TaskWorker) -> None:
@@ -190,7 +194,7 @@ def test_a_completion_after_the_lease_was_lost_is_refused(
     write = write_in(kind, run_on)
     with (
         CuttingProxy(database_url, tmp_path, hold.decide) as proxy,
-        running(tasklib.Config(proxy.url), concurrency=1) as first,
+        running(tasklib.Config(proxy.url, lease_seconds=NEVER_RENEWS), concurrency=1) as first,
     ):
         task_id = client.submit(write.new(1))
         hold.wait()
@@ -204,6 +208,7 @@ def test_a_completion_after_the_lease_was_lost_is_refused(
             may_end.set()
             task = wait_final(client, task_id)
             assert_once(task, conn, attempt=task.attempt)
+        renew_now(first)
         assert wait_final(client, client.submit(write.new(2))).state == "completed"
     assert count(conn) == 2
 
@@ -223,7 +228,10 @@ def test_a_reaper_waits_for_a_commit_under_way(
     """
     hold = Hold(is_commit)
     write = write_in(kind)
-    with CuttingProxy(database_url, tmp_path, hold.decide) as proxy, running(tasklib.Config(proxy.url)) as worker:
+    with (
+        CuttingProxy(database_url, tmp_path, hold.decide) as proxy,
+        running(tasklib.Config(proxy.url, lease_seconds=NEVER_RENEWS)) as worker,
+    ):
         task_id = client.submit(write.new(1))
         hold.wait()
         die(conn, worker)
@@ -240,11 +248,12 @@ def test_a_timeout_during_the_commit_comes_too_late(
 ) -> None:
     """The function had returned in time: it is completed."""
     hold = Hold(is_commit)
-    write = write_in(kind, timeout_seconds=0.3, max_retries=0)
+    write = write_in(kind, timeout_seconds=60, max_retries=0)
     with CuttingProxy(database_url, tmp_path, hold.decide) as proxy, running(tasklib.Config(proxy.url)) as worker:
         task_id = client.submit(write.new(1))
         hold.wait()
         (execution,) = crew_of(worker).buffer.executing()
+        time_out(worker)
         wait_until(lambda: execution.interrupt_kind is not None, "the timeout")
         hold.let_go()
         assert_once(wait_final(client, task_id), conn, attempt=1)
@@ -363,7 +372,7 @@ def test_a_connection_that_was_used_after_its_task_loses_no_other_task(
         wait_until(lambda: not crew_of(worker).buffer.executing())
         with contextlib.suppress(psycopg.Error):  # so it should be
             kept[0].execute("select 1")
-        task = wait_final(client, client.submit(write.new(1)), seconds=5)
+        task = wait_final(client, client.submit(write.new(1)))
     assert_once(task, conn, attempt=1)
 
 
@@ -389,7 +398,7 @@ def test_a_transaction_that_was_aborted_before_its_commit_is_no_success(
         transactions = crew_of(worker).transactions
         completion: Callable[[Execution, Completed], Statement[Any]] = transactions._completion
         monkeypatch.setattr(transactions, "_completion", lambda *given: fail_once(completion(*given)))
-        task = wait_final(client, client.submit(write.new(1)), seconds=5)
+        task = wait_final(client, client.submit(write.new(1)))
     assert_once(task, conn, attempt=task.attempt)
 
 
@@ -441,7 +450,7 @@ def test_a_task_that_always_loses_its_connection_comes_to_an_end(
                 connection.execute("select pg_terminate_backend(pg_backend_pid())")
 
     with running(config):
-        wait_final(client, client.submit_task(breaks), seconds=5)
+        wait_final(client, client.submit_task(breaks))
 
 
 def test_a_transaction_that_nobody_ends_does_not_keep_its_task(
@@ -451,13 +460,15 @@ def test_a_transaction_that_nobody_ends_does_not_keep_its_task(
     It must not for longer than the worker would have waited.
     """
     write = write_in("sync")
-    with CuttingProxy(database_url, tmp_path) as proxy, running(tasklib.Config(proxy.url, database_timeout_seconds=2)):
+    with CuttingProxy(database_url, tmp_path) as proxy, running(tasklib.Config(proxy.url)) as worker:
+        crew_of(worker).transactions._seconds = 2.0
         proxy.cut_at_commit("late")
         try:
-            task = wait_final(client, client.submit(write.new(1)), seconds=12)
+            task = wait_final(client, client.submit(write.new(1)), seconds=40)
         finally:
             proxy.deliver()
-    assert_once(task, conn, attempt=2)
+    assert task.attempt >= 2  # more, if the server was silent for two seconds once more
+    assert_once(task, conn, attempt=task.attempt)
 
 
 @pytest.mark.parametrize("word", ["commit", "rollback"])
@@ -529,7 +540,7 @@ def test_a_commit_that_a_crash_took_back_loses_no_task(
 
 
 def test_a_row_that_somebody_holds_does_not_keep_the_other_locks_from_being_extended(
-    client: tasklib.Client, database_url: str, conn: Conn
+    client: tasklib.Client, config: tasklib.Config, database_url: str
 ) -> None:
     """A transaction has one of the worker's tasks locked, as that of a task does from its completion to its COMMIT: the
     other tasks are extended all the same, and not given to others while they run.
@@ -542,16 +553,21 @@ def test_a_row_that_somebody_holds_does_not_keep_the_other_locks_from_being_exte
         assert may_go.wait(SECONDS)
 
     ids = client.submit_many([long.new(), long.new()])
-    with running(tasklib.Config(database_url, lock_timeout_seconds=3), concurrency=2):
+    with running(config, concurrency=2) as worker:
         try:
             is_inside.wait(SECONDS)
             wait_until(lambda: all(get(client, each).state == "running" for each in ids))
             before = get(client, ids[1]).locked_until
             assert before is not None
+            for execution in crew_of(worker).buffer.held():
+                execution.locked_since -= timedelta(seconds=config.lock_timeout_seconds)  # it is time to extend them
             with psycopg.connect(database_url) as holder:
                 holder.execute("select from tasklib.tasks where id = %s for update", [ids[0]])
-                wait_until(lambda: (get(client, ids[1]).locked_until or before) > before, "the extension")
-                assert get(client, ids[1]).fencing_token == 1
+                renew_now(worker)
+                task = get(client, ids[1])
+                assert task.locked_until is not None
+                assert task.locked_until > before
+                assert task.fencing_token == 1
         finally:
             may_go.set()
         for each in ids:

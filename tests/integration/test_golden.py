@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import tasklib
 from tasklib import TaskWorker
 from tests.support.raw_sql import Conn, literal
-from tests.support.working import ManualWorker, get, grown_up_reaper, running, wait_final
+from tests.support.working import ManualWorker, get, grown_up_reaper, quick_reaper, running, time_out, wait_final
 from tools.waiting import wait_until
 
 pytestmark = pytest.mark.postgres_versions
@@ -209,24 +210,29 @@ def test_what_is_not_due_is_not_picked_up(client: tasklib.Client, config: taskli
 
 def test_a_timeout_is_like_any_other_exception(client: tasklib.Client, config: tasklib.Config) -> None:
     """TimeoutError is caught, and triggers the retry logic; sync and async."""
+    inside: set[str] = set()
 
-    @tasklib.task(timeout_seconds=0.1)
+    @tasklib.task(timeout_seconds=60, backoff=tasklib.Fixed(3600))
     def slow_sync() -> None:
         while True:
+            inside.add("sync")
             time.sleep(0.005)
 
-    @tasklib.task(timeout_seconds=0.1)
+    @tasklib.task(timeout_seconds=60, backoff=tasklib.Fixed(3600))
     async def slow_async() -> None:
-        await asyncio.sleep(20)
+        inside.add("async")
+        await asyncio.sleep(3600)
 
     ids = [client.submit_task(slow_sync), client.submit_task(slow_async)]
-    TaskWorker(config, concurrency=2).run_until_empty_sync()
+    with running(config, concurrency=2) as worker:
+        wait_until(lambda: len(inside) == 2, "both to run")
+        time_out(worker)
+        wait_until(lambda: all(tasklib.is_retrying(get(client, each)) for each in ids), "both to wait for a retry")
     for task_id in ids:
         task = get(client, task_id)
-        assert tasklib.is_retrying(task)
         assert (task.retry_count, task.error_code) == (1, "TIMEOUT")
         assert task.error is not None
-        assert task.error.startswith("TimeoutError: timeout_seconds=0.1 passed\nTraceback:\n")
+        assert task.error.startswith("TimeoutError: timeout_seconds=60 passed\nTraceback:\n")
 
 
 def test_a_dead_worker_is_recovered(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
@@ -237,7 +243,9 @@ def test_a_dead_worker_is_recovered(client: tasklib.Client, conn: Conn, config: 
         """insert into tasklib.tasks (name, state, worker_id, started_at, locked_until)
            values ('orphan', 'running', 'worker-prod-01-uuid', now() - interval '11 min', now() - interval '1 min')"""
     )
-    with running(tasklib.Config(config.database_url, lease_seconds=0.5)):
+    with quick_reaper(config) as reaper:
+        reaper.run_once()
+    with running(config):
         wait_until(ran.is_set, "the orphan to run")
         wait_until(lambda: client.list_tasks()[0].state == "completed", "completed")
     task = client.list_tasks()[0]
@@ -392,7 +400,7 @@ def test_reserved_for_too_long_is_buried(client: tasklib.Client, conn: Conn, con
     grave = ManualWorker(strict, "reaper", lives=False)
     reaper = grown_up_reaper(strict, grave.session)
     for _ in range(2):
-        executor = ManualWorker(strict, "executor")
+        executor = ManualWorker(replace(strict, lease_seconds=300), "executor")
         assert executor.claim("job")
         conn.execute(
             """update tasklib.tasks set claimed_at = now() - interval '16 s', locked_until = now() - interval '1 s';

@@ -249,9 +249,11 @@ def test_a_refused_statement_leaves_no_transaction_open(config: tasklib.Config, 
 def test_a_deadline_holds_behind_a_pooler(config: tasklib.Config, conn: Conn) -> None:
     """The caller is free in time, and the server is told to stop."""
     sleeping = "select count(*) from pg_stat_activity where query like '%pg_sleep(60)%' and pid <> pg_backend_pid()"
-    with contextlib.closing(Session(config, "test", timeout_seconds=0.3)) as session:
+    with contextlib.closing(Session(config, "test")) as session:
+        patient, session._timeout_seconds = session._timeout_seconds, 0.3
         with pytest.raises(psycopg.OperationalError, match="in time"):
             session.run(Statement("select pg_sleep(60)", (), list))
+        session._timeout_seconds = patient
         wait_until(lambda: conn.execute(sleeping + " and state = 'active'").fetchone() == (0,), "the server to stop")
         assert session.run(Statement("select 1", (), list)) == [(1,)]
 

@@ -102,6 +102,8 @@ def test_a_task_whose_time_is_over_before_it_has_its_connection_does_not_pay(
             task_id = client.submit(write.new())
             wait_until(lambda: get(client, task_id).attempt >= 2, "it to be given back twice", seconds=40)
             assert get(client, task_id).retry_count == 0
+            more = "update tasklib.tasks set timeout_seconds = 60 where id = %s and state = 'pending' returning id"
+            wait_until(lambda: conn.execute(more, [task_id]).fetchone() is not None, "it to wait for its next run")
         task = wait_final(client, task_id, seconds=60)
     outcomes = {
         row[0] for row in conn.execute("select outcome from tasklib.task_attempts where task_id = %s", [task_id])

@@ -180,17 +180,18 @@ def return_much(megabytes: int) -> str:
     return "x" * megabytes * 2**20
 
 
-@tasklib.task(isolation="process", timeout_seconds=3, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=60, max_retries=0)
 def overrun(how: str, told: str) -> str:
     """What happens in `told`, a file, is for the test to read."""
     _overrun(how, told)
     return "never"
 
 
-@tasklib.task(isolation="process", timeout_seconds=3, max_retries=0)
+@tasklib.task(isolation="process", timeout_seconds=60, max_retries=0)
 async def overrun_async(how: str, told: str) -> str:
     if how == "politely":
         try:
+            _write(told, f"{os.getpid()}\n")
             await asyncio.sleep(FOR_EVER)
         finally:
             _write(told, "cleaned up")
@@ -211,10 +212,12 @@ def endure(how: str, told: str) -> str:
 
 
 def _overrun(how: str, told: str) -> None:
-    Path(told).write_text(f"{os.getpid()}\n")
+    if how != "politely":
+        Path(told).write_text(f"{os.getpid()}\n")
     match how:
         case "politely":
             try:
+                Path(told).write_text(f"{os.getpid()}\n")
                 while True:
                     time.sleep(0.01)
             except tasklib.TaskInterrupt as interrupt:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.outcomes import Outcome
+    from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.statements import ClaimedTask
+    from tasklib.worker.run import WorkerRun
 
 
 @contextlib.contextmanager
@@ -79,6 +83,44 @@ def grown_up_reaper(config: tasklib.Config, session: Session) -> Reaper:
     session.connection()
     wait_until(lambda: session.age_seconds > config.lease_seconds, "one lease")
     return Reaper(config, session, WorkerStatements(config))
+
+
+@contextlib.contextmanager
+def quick_reaper(config: tasklib.Config, metrics: WorkerMetrics | None = None) -> Iterator[Reaper]:
+    """A reaper whose rounds the test makes. Its own lease is the shortest, so that it acts soon. The workers may have
+    longer ones: whether theirs have run out is in their rows, where a test can change it.
+    """
+    quick = replace(config, lease_seconds=0.3)
+    with contextlib.closing(Session(quick, "reaper")) as session:
+        session.connection()
+        wait_until(lambda: session.age_seconds > quick.lease_seconds, "one lease")
+        yield Reaper(quick, session, WorkerStatements(quick), metrics=metrics)
+
+
+def run_of(worker: TaskWorker) -> WorkerRun:
+    assert worker._run is not None
+    return worker._run
+
+
+def renew_now(worker: TaskWorker) -> None:
+    """A whole round of its lease loop, which would be due a third of a lease after the last one."""
+    loop = run_of(worker).loops["lease"]
+    rounds = loop.beats + 2  # one may be under way
+
+    def is_over() -> bool:
+        loop.wake()
+        return loop.beats >= rounds
+
+    wait_until(is_over, "two rounds of the lease loop")
+
+
+def time_out(worker: TaskWorker) -> None:
+    """The timeouts of what executes pass now. So a test can give tasks timeouts that no slow machine exceeds."""
+    run = run_of(worker)
+    for each in [each for each in run.buffer.executing() if each.deadline < math.inf]:
+        each.timeout_limit -= each.deadline - time.monotonic()
+        each.deadline = time.monotonic()
+    run.loops["watch"].wake()
 
 
 def sleep_on(conn: psycopg.Connection[Any], *queues: str) -> bool:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import subprocess
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
 
-from tasklib_daemon.child_process import _overdue, how_it_ended
+from tasklib_daemon.child_process import ChildProcess, StopProgress, _overdue, how_it_ended
 from tasklib_daemon.children import SlotHistory
-from tasklib_daemon.plan import Overdue
+from tasklib_daemon.plan import Overdue, Slot
 from tasklib_daemon.scoreboard import ScoreboardEntry
 from tasklib_daemon.settings import Restart
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tasklib_daemon.plan import Cause
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,33 @@ from tasklib_daemon.settings import Restart
 def test_how_it_ended(status: int, why: str | None, words: str) -> None:
     """In words that a person reads in the attempt: only if it was not we who killed it, memory is a guess."""
     assert how_it_ended(status, why) == words
+
+
+@pytest.mark.parametrize(
+    ("cause", "guilty", "stopped", "words"),
+    [
+        ("shutdown", None, None, "killed by SIGKILL: the daemon stops"),
+        ("recycled", None, None, "killed by SIGKILL: the reload was given up"),
+        ("shutdown", None, "a new generation serves", "killed by SIGKILL: a new generation serves"),
+        (None, None, "its claim loop has stood still", "killed by SIGKILL: its claim loop has stood still"),
+        ("hard_timeout", uuid4(), "the daemon stops", "killed by SIGKILL: a task was over its time"),
+        ("cancelled", uuid4(), None, "killed by SIGKILL: a cancelled task did not stop"),
+    ],
+)
+def test_a_kill_of_ours_is_never_told_as_a_lack_of_memory(
+    cause: Cause | None, guilty: UUID | None, stopped: str | None, words: str
+) -> None:
+    """Also if the child was not told to stop before: the daemon stops at once, or a reload is given up."""
+    process = subprocess.Popen(["sleep", "60"])
+    nothing: Any = SimpleNamespace()
+    child = ChildProcess(
+        child_id=1, slot=Slot("worker", 1), generation=1, scoreboard=nothing, channel=nothing, stacks=nothing,
+        pid=process.pid, stop=StopProgress(why=stopped),
+    )  # fmt: skip
+    child.kill(cause, guilty)
+    _, status = os.waitpid(process.pid, 0)
+    process.returncode = -signal.SIGKILL
+    assert how_it_ended(status, child.stop.why) == words
 
 
 def test_a_slot_rests_longer_after_each_death_in_a_row() -> None:
