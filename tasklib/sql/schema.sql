@@ -16,22 +16,22 @@
 -- function changed_keys(of jsonb, compared_with jsonb) returns jsonb search_path=pg_catalog, pg_temp for public 859a43edd215bca10309177aa4eb5f7e
 -- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
--- function forget_permits() returns bigint search_path=pg_catalog, pg_temp 63e1fec521d1d4c73e9bbd2112f3fc7a
+-- function forget_permits() returns bigint search_path=pg_catalog, pg_temp for public 63e1fec521d1d4c73e9bbd2112f3fc7a
 -- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0
--- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp 95afcfbdc0f3270fd0832cd4c7b19361
+-- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 95afcfbdc0f3270fd0832cd4c7b19361
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
 -- function note_transition(verb text, task_id uuid, queue text, before jsonb, after jsonb, reason text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp for public 893facd7fd2cdd5a4c9ceff4b2cb10ca
 -- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues security definer search_path=pg_catalog, pg_temp de5b0d2b818d12ae8ceb9c3a25737bb3
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
--- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker text, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp 8fe3f485b9e08614e43c9fd9e36f5348
+-- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker text, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 8fe3f485b9e08614e43c9fd9e36f5348
 -- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp 5b0722c4b1848ac96c4fc79ca53c4ae1
 -- function policy_row_changed() returns trigger search_path=pg_catalog, pg_temp 1a8c7ab69b00eb2788b4e5f6be80e1d5
 -- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 7549fb581fe50a45fcce65d699d9edaa
 -- function queue_limits_now(queue text) returns SETOF tasklib.queue_limits search_path=pg_catalog, pg_temp for public b0240828464446fb1b36250488cc5b04
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9c5ff910f150d70dd5489d6fddce4b59
 -- function refuse_old_worker() returns trigger security definer search_path=pg_catalog, pg_temp db071a8593c7e0214b0fa4d6e8e51f85
--- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp 8d6eb2418bf9c43da6ab8324678f65af
+-- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp for public 8d6eb2418bf9c43da6ab8324678f65af
 -- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean security definer search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
 -- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59

@@ -18,4 +18,3 @@ begin
     return case when queues is null then 0 else tasklib.ring_all(queues) end;
 end
 $$;
-revoke all on function tasklib.forget_permits() from public;

@@ -74,4 +74,3 @@ begin
     end if;
 end
 $$;
-revoke all on function tasklib.grant_starts(text, integer) from public;

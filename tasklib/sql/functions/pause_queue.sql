@@ -33,3 +33,20 @@ begin
 end
 $$;
 revoke all on function tasklib.pause_queue(text, text, timestamptz, text) from public;
+
+-- A task may pause its queue by raising PauseQueue. So every role that works as a worker may call it.
+do $$
+declare
+    worker record;
+begin
+    for worker in
+        select quote_ident(pg_get_userbyid(acl.grantee)) as name
+          from pg_class, aclexplode(relacl) as acl
+         where pg_class.oid = 'tasklib.workers'::regclass and acl.grantee not in (0, relowner)
+           and acl.privilege_type = 'INSERT'
+    loop
+        execute format(
+            'grant execute on function tasklib.pause_queue(text, text, timestamptz, text) to %s', worker.name);
+    end loop;
+end
+$$;

@@ -59,4 +59,3 @@ begin
     end if;
 end
 $$;
-revoke all on function tasklib.permit(text, text, integer, integer) from public;

@@ -54,4 +54,3 @@ begin
     return became;
 end
 $$;
-revoke all on function tasklib.report_breaker(text, bigint, bigint, bigint) from public;
