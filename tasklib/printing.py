@@ -1,4 +1,4 @@
-"""What the command line prints for people.
+"""Prints the answers of the command line for people.
 
 On a terminal, tables fit its width. In a pipe, each row is one line, however long, so that `grep` and `cut` find all of
 it. Control characters in stored text are printed as escapes.

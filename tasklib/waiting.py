@@ -201,7 +201,7 @@ class _Room:
         if self._is_heard:
             conn.execute("set enable_seqscan = off")  # a plan that was made for an empty table is kept for long
             notifications.listen(["task_done"])
-            send_alone(conn, self._statements.say_that_somebody_waits())
+            send_alone(conn, self._statements.announce_waiting())
         # Commits that began before the lock was held have sent no notification: look again soon.
         self._pause, self._look_at = FIRST_LOOK_SECONDS, 0.0
         return notifications
@@ -230,7 +230,7 @@ class _Room:
             self._look_at_once |= done & self._tickets.keys()
 
     def _look(self, conn: BoundedConnection) -> None:
-        """Looks at new tasks and at those said to be done at once, and at all of them now and then."""
+        """Look at new tasks and at those that notifications name, at once; and at all of them now and then."""
         began = time.monotonic()
         is_round = began >= self._look_at
         with self._lock:

@@ -2,9 +2,9 @@
 only waited in its buffer are given back without a charge.
 
 The supervisor has seen the death, and the scoreboard shows which tasks executed. So no lease has to run out. A claim
-that was in flight may still commit after the death. So the worker's backends are terminated first, and the tasks are
-swept again after one and after five seconds. Every write is guarded: a reaper that comes first, or a report that comes
-twice, does no harm.
+that was under way may still commit after the death. So the worker's backends are terminated first, and its tasks are
+looked for again after one and after five seconds. Every write is guarded: a reaper that comes first, or a report that
+comes twice, does no harm.
 """
 
 from __future__ import annotations

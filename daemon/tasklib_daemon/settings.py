@@ -193,7 +193,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _hangs_differ_from_rests(self) -> Self:
-        """An idle worker beats once per poll, and at least every few seconds."""
+        """An idle worker is silent until its next poll, but never for more than a few seconds. That is no hang."""
         rest = 2 * min(self.poll_interval_seconds, LONGEST_SILENCE_SECONDS)
         for name in ("hang_seconds", "stall_seconds"):
             if getattr(self, name) < rest:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tasklib.doctor.probe import Probe, Row
 
 
-# What tasklibd does with each table, and which functions it calls. A test runs it as a role with just these rights.
+# The rights that tasklibd needs on tables and functions. A test runs it as a role that has only these.
 TABLE_RIGHTS = {
     "tasks": ("select", "update", "delete"),
     "attempts": ("insert",),
@@ -58,8 +58,8 @@ def check_grants(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     functions = probe.ask("missing_function_rights", probe.config.schema, list(FUNCTION_RIGHTS))
     if len(tables) == len(needed) and not {"submit", "submit_many"} & {name for name, _ in functions}:
         yield note(
-            f"role {role} may submit, and nothing else: it cannot run tasks, nor see all that is looked at here",
-            "nothing, if it only submits; what the role of tasklibd needs is in docs/installing.md",
+            f"role {role} may only submit: it cannot run tasks, and not all checks are possible with it",
+            "nothing, if it is to submit only; docs/installing.md lists the rights of the role of tasklibd",
         )
     elif tables or functions:
         missing = [f"{right} on {table}" for table, right in tables] + [f"execute on {name}" for name, _ in functions]
@@ -172,7 +172,7 @@ def _comparable(line: str, schema: str) -> str:
     return line
 
 
-# Each kind as `tasklib.migrate.describe` words it, with what makes it; in the order in which they can be made.
+# Each kind as `tasklib.migrate.describe` writes it, with the statement that makes it, in the order of creation.
 KINDS = {
     "constraint": (
         re.compile(r"table (?P<table>\w+) constraint (?P<name>\w+) (?P<text>.+)"),

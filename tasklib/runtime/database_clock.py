@@ -1,7 +1,7 @@
-"""The database's clock between two answers: the time that the database last told, and the time that has passed since.
+"""The database's clock between two answers: the time that the database last gave, plus the time that has passed since.
 
-It is never behind, so that no retry is early: the time in the answer is taken for the moment when the question was
-sent. So it may be ahead by as long as the answer took, and a quick answer is worth more than a slow one.
+It is never behind, so that no retry is early: the time in an answer counts as the time when the question was sent. So
+the clock may be ahead by as long as the answer took, and a quick answer is worth more than a slow one.
 """
 
 from __future__ import annotations

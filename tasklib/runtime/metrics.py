@@ -1,7 +1,7 @@
-"""What a worker counts: what became of tasks, how long they ran and had waited, and how its own loops do.
+"""The counts of a worker: the outcomes of tasks, how long they ran and waited, and the rounds and errors of its loops.
 
 Metrics are counted per batch, never per task, so that a task costs well under a microsecond. WorkerMetrics itself
-keeps nothing, `Counts` keeps numbers in memory, and the daemon's version in memory that outlives the worker.
+keeps nothing. `Counts` keeps numbers in memory. The daemon's version keeps them in memory that outlives the worker.
 Exporters choose the public metric names.
 """
 

@@ -1,5 +1,5 @@
-"""Writes what becomes of tasks. Nothing else does: workers write the outcomes of their own tasks through it, and
-duties those of tasks that they recover from other workers.
+"""The only writer of outcomes: workers write those of their own tasks through it, and duties those of tasks that they
+recover from other workers.
 
 All of them send the one guarded statement `settle`, so that a second writer changes nothing. A row that cannot be
 written does not stop the rest of its batch: a locked row is set aside for later, and a batch that PostgreSQL refuses is
@@ -37,7 +37,7 @@ MOST_AT_ONCE = 1_000
 _LOCKED = psycopg.errors.LockNotAvailable()
 
 
-class Outcome(Protocol):
+class WritableOutcome(Protocol):
     @property
     def task(self) -> HeldTask:
         """As it was when the outcome was decided."""
@@ -57,7 +57,7 @@ class Outcome(Protocol):
         ...
 
 
-O = TypeVar("O", bound=Outcome)  # noqa: E741
+O = TypeVar("O", bound=WritableOutcome)  # noqa: E741
 
 
 class OutcomeWriter(ABC, Generic[O]):

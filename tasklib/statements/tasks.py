@@ -1,4 +1,4 @@
-"""What clients send: submitting, reading and cancelling tasks."""
+"""The statements of clients: submitting, reading and cancelling tasks."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class Statements:
             self._sql["unfinished"], ([*task_ids],), lambda rows: [*map(Unfinished._make, rows)], is_change=False
         )
 
-    def say_that_somebody_waits(self) -> Statement[None]:
-        return Statement(self._sql["say_that_somebody_waits"], (), read_nothing)
+    def announce_waiting(self) -> Statement[None]:
+        return Statement(self._sql["announce_waiting"], (), read_nothing)
 
     def list(
         self, state: str | None, name: str | None, limit: int, **filters: Unpack[ListFilters]

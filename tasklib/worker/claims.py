@@ -1,7 +1,8 @@
 """Claims tasks: from which queues, in which order, and what happens to rows that PostgreSQL refuses to change.
 
-Likely queues have a claim each. All others share one, which takes a few tasks from every queue. No queue that is never
-empty keeps the others waiting: the likely ones take turns at being first, and the others come first once a second.
+Each likely queue has a claim of its own. All others share one, which takes a few tasks from every queue. A queue that
+is never empty does not keep the others waiting: the likely ones take turns at being first, and once a second the others
+come first.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class DueTasks:
 
 
 class Claims:
-    """What is claimed is in the buffer afterwards."""
+    """Claims tasks, and puts them into the buffer."""
 
     def __init__(self, basis: Basis, lease: Lease, reconciliation: Reconciliation, preparation: Preparation) -> None:
         self._basis = basis

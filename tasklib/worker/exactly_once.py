@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 LONGEST_PAUSE_SECONDS = 1.0  # between two attempts to connect
 WAITED_SHARE = 0.1  # of a task's timeout: a shorter wait for the connection does not excuse the timeout
 
-# From now on the task's row is locked: if this worker falls silent, the server must not wait for it. The session is the
-# task's, and so are its search_path and its role. They are ours for the completion alone, since deferred triggers of
+# From now on the task's row is locked: if this worker falls silent, the server must not wait for it. The search_path
+# and the role of the session belong to the task. We replace them for the completion alone, since deferred triggers of
 # the task's tables run after it.
 _TAKE_OVER = """select pg_catalog.date_part('epoch', pg_catalog.now()) operator(pg_catalog.=) $4::double precision,
                        pg_catalog.current_setting('search_path'),
@@ -196,7 +196,7 @@ class Transactions:
         if not await connection.send(self._completion(execution, outcome)):
             await connection.roll_back()
             return await self._not_completed(execution, connection)
-        # What the task has left running may have aborted the transaction since: then the COMMIT fails, and tells it.
+        # Code that the task left running may have aborted the transaction since. Then the COMMIT fails, and says so.
         with contextlib.suppress(psycopg.errors.InFailedSqlTransaction):
             await connection.send(_give_back(settings))
         execution.is_committed = None  # unknown, until the answer to the COMMIT is here

@@ -48,7 +48,7 @@ class Lease:
         self._run_out = -math.inf  # the last `valid_until` that was seen to have passed
         self._run_out_seen = -math.inf  # when that was seen
         self.is_stopping = False
-        self.on_regained: Callable[[], None] = lambda: None  # what is held has to be compared before anything starts
+        self.on_regained: Callable[[], None] = lambda: None  # the held tasks have to be compared before any task starts
         self.on_cancel: Callable[[Execution], None] = lambda _: None
         self.before_renewal: Callable[[], None] = lambda: None
 

@@ -110,6 +110,6 @@ class Reconciliation:
 
 
 def lost_end(task: HeldTask) -> Interrupted:
-    """What became of a task that this worker holds in the database and does not know."""
+    """The outcome of a task that the database says this worker holds, and that the worker does not know."""
     has_begun = task.state == State.RUNNING
     return Interrupted(began=has_begun, ran=has_begun, reason="what became of it was lost")

@@ -1,4 +1,4 @@
-"""What the runners and the claimer report about executions: that one begins, how far it is, and how it has ended."""
+"""Reports of the runners and the claimer about executions: that one begins, how far it is, and how it has ended."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SUSPECTS_EVERY_SECONDS = 0.25  # a worker that is never idle looks for suspects
 LAST_RESORT_EVERY_SECONDS = 10.0  # also if it is not likely to be empty soon
-PAUSE_SECONDS = 1.0  # after a suspect went back that did not get the worker for itself as soon as expected
-LAST_RESORT_PAUSE_SECONDS = 60.0  # after one went back that was taken as a last resort
+PAUSE_SECONDS = 1.0  # after a suspect went back, because the worker was not empty as soon as expected
+LAST_RESORT_PAUSE_SECONDS = 60.0  # after a suspect went back that was taken as a last resort
 
 
 class Suspects:

@@ -1,4 +1,4 @@
-"""The call of a task function: with which arguments, and which outcome its return value or its exception is."""
+"""The call of a task function: its arguments, and the outcome that its return value or its exception stands for."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class UnwrittenOutcomes(OutcomeWriter[Ended]):
         return 0 if instead is None else self.settle(worker_id, [instead])
 
     def _refuse(self, outcome: Ended, error: psycopg.Error) -> Ended | None:
-        """What to write instead: at least that the outcome could not be stored."""
+        """The outcome to write instead, which says that the real one could not be stored."""
         reason = error.diag.message_primary or type(error).__name__
         task, problem = outcome.task, outcome.settlement.problem
         log.error("finish.refused", task=task.name, task_id=task.id, reason=reason)
@@ -335,8 +335,8 @@ def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement
 
 
 def _as_written(settled: Collection[UUID], ended: Ended) -> Ended | None:
-    """What became of it in the database. A task that was completed in its own transaction is given back afterwards;
-    it is settled that way only if the completion was lost.
+    """The outcome as the database has it. A task that was completed in its own transaction is given back afterwards; it
+    is settled that way only if the completion was lost.
     """
     is_settled = ended.execution.id in settled
     if ended.execution.is_committed is False:

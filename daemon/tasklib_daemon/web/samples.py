@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tasklib_daemon.status import ChildStatus, Status
 
 
-# How long a daemon that lost the election goes on to show its last gauges. The next one needs some seconds to be
-# elected and to read. A gap would restart every alert that has a `for`. Alerts take the `max`: two values do no harm.
+# How long a daemon that lost the election still shows its last gauges. The next daemon needs some seconds to be elected
+# and to read them. A gap would restart every alert that has a `for`. Alerts take the `max`, so two values do no harm.
 HANDOVER_SECONDS = 60.0
 
 

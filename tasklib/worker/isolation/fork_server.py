@@ -111,7 +111,7 @@ def _prepare(setup: Message) -> Message:
 
 
 def _beginning(setup: Message) -> Callable[[], None]:
-    """What the worker wants to be called first, here and in each process."""
+    """The function that the worker wants to be called first, here and in each process."""
     if setup["beginning"] is None:
         return lambda: None
     place, arguments = setup["beginning"]
@@ -209,7 +209,7 @@ class ForkServer:
             return
         if forked.pid == 0:
             self._run_and_exit(forked, channel)
-        with contextlib.suppress(OSError):  # both processes do it, so that it leads its group before anybody kills it
+        with contextlib.suppress(OSError):  # both processes do it, so that it leads its group before it can be killed
             os.setpgid(forked.pid, forked.pid)
         os.close(channel)
         self._forked[forked.pid] = forked

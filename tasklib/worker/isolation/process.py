@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 3.0  # between StopInterrupt and the kill: less than the worker itself waits
 SERVER_SECONDS = 15.0  # a fork server that has not done its next step after this time is hung
-FLOOD_PAUSE_SECONDS = 0.02  # for a process that sends faster than anybody reads
+FLOOD_PAUSE_SECONDS = 0.02  # for a process that sends faster than the worker reads
 
 _STOP_BYTES = {kind: byte for byte, kind in STOPS.items()}
 

@@ -1,8 +1,8 @@
 """The isolated executions of one worker, and its fork server.
 
-The thread that took an execution hands it to a process as it is stored, waits, and gets an outcome back, or learns how
-the process died. Nothing else of the worker waits, or is hit. The process leads its own process group, which is killed
-when the process has ended, with whatever it has left behind there.
+The thread that took an execution sends it to a process as it is stored, waits, and gets an outcome back, or learns how
+the process died. No other part of the worker waits, or is affected. The process leads a process group of its own. When
+the process has ended, that group is killed, with all processes that it has left behind there.
 
 A timeout, a cancel or the worker's stop reaches the process through `IsolatedProcess.interrupt`.
 """

@@ -165,7 +165,7 @@ class Run:
     # --- being told to stop ---
 
     def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
-        """If the worker sent it, the channel says why. From anybody else, SIGTERM means what it always means."""
+        """If the worker sent it, the channel says why. From any other sender, SIGTERM has its default effect."""
         self._receive()
         if self._interrupt_kind is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -235,8 +235,8 @@ class Run:
             self._interrupt = None
 
     def _become_like_worker(self) -> None:
-        """A function that usually shares a worker with others finds the same here: the worker's hooks have run, and its
-        standing still is noticed.
+        """A function that usually shares a worker with others finds the same conditions here: the worker's hooks have
+        run, and a hang is noticed.
         """
         threading.Thread(target=self._beat, name="tasklib-beat", daemon=True).start()
         run_start_hooks(self._run_async_hook, lambda: False)
@@ -343,7 +343,7 @@ def _find_function(execution: Execution, place: str) -> None:
 
 
 def _exit() -> NoReturn:
-    """Everything is sent. What keeps the process from ending, such as a full pipe behind stdout, has a second."""
+    """Everything is sent. The process ends within a second, even if a full pipe behind stdout would keep it."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
     for stream in (sys.stdout, sys.stderr):
