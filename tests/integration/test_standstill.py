@@ -118,7 +118,7 @@ def test_only_a_task_that_was_seen_before_is_locked_by_the_look(
     """A claim passes over what is locked: a worker that looks for its first task at that moment would go to sleep, and
     run_until_empty() would end. The age alone is not enough: `travel` makes tasks old that become ready only now.
     """
-    statements = WorkerStatements(config)
+    statements, seen = WorkerStatements(config), None
     with contextlib.closing(ManualWorker(config, "worker")) as worker:
         for is_old in (False, True):
             task_id = client.submit_task("job")
