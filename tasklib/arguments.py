@@ -33,7 +33,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import PydanticSerializationError, SchemaError, core_schema, from_json, to_json
+from pydantic_core import ErrorDetails, PydanticSerializationError, SchemaError, core_schema, from_json, to_json
 
 from tasklib.errors import InvalidArguments, InvalidTaskDefinition
 from tasklib.other_queues import SUBMIT
@@ -50,7 +50,6 @@ from tasklib.strict_json import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pydantic_core import ErrorDetails
 
 MAX_ERRORS_SHOWN = 10
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from tasklib.log import bounded
+from tasklib.log import Log, bounded
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from tasklib.log import Log
     from tasklib.outcomes import HeldTask, Settlement
 
 MAX_TRACEBACK_CHARACTERS = 4_000

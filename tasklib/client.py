@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 from uuid import UUID
 from weakref import WeakKeyDictionary
@@ -22,18 +22,15 @@ from tasklib.statements import as_uuid
 from tasklib.submission import NewTask, task_from_call
 from tasklib.submit_batcher import SubmitBatcher
 from tasklib.unawaited import log_if_unawaited
-from tasklib.unfinished import MOST_NAMED, result_timeout
+from tasklib.unfinished import MOST_NAMED, Unfinished, result_timeout
 from tasklib.verbs import Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-
     from tasklib.config import Config
     from tasklib.database import Database
     from tasklib.ids import TaskId
     from tasklib.record import Task
     from tasklib.task import TaskFunction
-    from tasklib.unfinished import Unfinished
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -33,14 +33,13 @@ from tasklib.database_errors import is_connection_lost, is_passing_conflict, may
 from tasklib.errors import CommitUnknown, DatabaseUnavailable
 from tasklib.pools import ProcessPools
 from tasklib.sending import send, send_alone, send_alone_async, send_async
-from tasklib.statements import Statements
+from tasklib.statements import Statement, Statements
 from tasklib.waiting import WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tasklib.config import Config
-    from tasklib.statements import Statement
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -14,8 +14,6 @@ from tasklib.number import is_number, is_whole_number
 from tasklib.other_queues import SUBMIT, instead_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tasklib.retry import Backoff
 
 OnCrash = Literal["retry", "fail"]

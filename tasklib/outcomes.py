@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
 
 from tasklib.errors import InvalidOptions
 from tasklib.ranges import YEAR_SECONDS
-from tasklib.retry import Exponential, delay_seconds
+from tasklib.retry import Backoff, Exponential, delay_seconds
 from tasklib.states import State
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from tasklib.retry import Backoff
 
 # --- What a task function may raise ----------------------------------------------------------------------------------
 

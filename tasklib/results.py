@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Never, NoReturn, TypeAlias, cast, get_args, get_origin
+from typing import Annotated, Any, Never, NoReturn, TypeAlias, cast, get_args, get_origin
 from uuid import UUID
 
 from pydantic import (
@@ -36,9 +36,6 @@ from pydantic_core import PydanticSerializationError, SchemaError, SchemaSeriali
 from tasklib.arguments import UnresolvedAnnotation, globals_of, is_plain, is_same, resolved, unresolved_signature
 from tasklib.errors import InvalidResult, InvalidTaskDefinition
 from tasklib.strict_json import check_limits, stable_numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 Node: TypeAlias = dict[str, Any]  # of a pydantic core schema
 

@@ -16,7 +16,14 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
-from tasklib.connection import OWN_SETTINGS, Prepared, set_local, with_own_adapters
+from tasklib.connection import (
+    OWN_SETTINGS,
+    BoundedAsyncConnection,
+    BoundedConnection,
+    Prepared,
+    set_local,
+    with_own_adapters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from psycopg.abc import PQGen
     from psycopg.pq.abc import PGresult
 
-    from tasklib.connection import BoundedAsyncConnection, BoundedConnection
     from tasklib.statements import Row, Statement
 
 T = TypeVar("T")

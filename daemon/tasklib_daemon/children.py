@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasklib_daemon import child_main, scoreboard, signals
-from tasklib_daemon.channel import Channel
+from tasklib_daemon.channel import Channel, Message
 from tasklib_daemon.child_process import ChildProcess, how_it_ended, reap
 from tasklib_daemon.guardian import Guardian, kill_group
 from tasklib_daemon.logs import log
-from tasklib_daemon.plan import Pauses, is_crash_loop
+from tasklib_daemon.plan import Pauses, Role, Slot, is_crash_loop
 from tasklib_daemon.scoreboard import Scoreboard
 from tasklib_daemon.stacks import Stacks
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Iterable, Iterator
 
-    from tasklib_daemon.channel import Message
-    from tasklib_daemon.plan import Role, Slot
     from tasklib_daemon.settings import Restart, Settings
 
 GUARD_SECONDS = 1.0  # before a dead guardian is replaced

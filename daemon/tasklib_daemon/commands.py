@@ -17,11 +17,10 @@ import typer
 from tasklib_daemon import control
 from tasklib_daemon.exit_codes import Exit, ExitCode, exit_for
 from tasklib_daemon.redaction import redactor
-from tasklib_daemon.status import describe
+from tasklib_daemon.status import Status, describe
 
 if TYPE_CHECKING:
     from tasklib_daemon.settings import Settings
-    from tasklib_daemon.status import Status
 
 app = typer.Typer(
     name="tasklibd",

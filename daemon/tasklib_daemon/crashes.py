@@ -13,7 +13,7 @@ import json
 import queue
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
@@ -23,7 +23,18 @@ from psycopg import conninfo
 from tasklib.connection_string import connection_string
 from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide, is_told_by_worker
+from tasklib.outcomes import (
+    Cancelled,
+    Crashed,
+    HeldTask,
+    Interrupted,
+    Outcome,
+    Problem,
+    Rules,
+    TimedOut,
+    decide,
+    is_told_by_worker,
+)
 from tasklib.retry import Exponential
 from tasklib.runtime.bad_rows import first_line
 from tasklib.runtime.metrics import SECONDS, WorkerMetrics, histogram
@@ -32,11 +43,9 @@ from tasklib.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
 
     from tasklib.config import Config
     from tasklib.duties.statements import KeeperStatements
-    from tasklib.outcomes import HeldTask, Outcome
     from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
     from tasklib_daemon.plan import Cause

@@ -17,25 +17,25 @@ import socket
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from tasklib.budget import daemon_budget
 from tasklib.database import Database
-from tasklib.duties.duty_list import DutyList, DutyOptions
+from tasklib.duties.duty_list import Duty, DutyList, DutyOptions
 from tasklib.duties.janitor import DAY_SECONDS, Retention
 from tasklib.duties.runner import DutyRunner
 from tasklib.duties.snapshots import ClaimSettings, Snapshots, WorkerState
 from tasklib.duties.statements import KeeperStatements
 from tasklib.errors import DatabaseUnavailable, TasklibError
 from tasklib.log import log
-from tasklib.runtime.loop import Loop
+from tasklib.runtime.loop import Loop, Service
 from tasklib.runtime.metrics import Counts, WorkerMetrics
 from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
 from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.listener import Listener
 from tasklib_daemon import gauges
-from tasklib_daemon.counters import CounterMetrics, from_json
+from tasklib_daemon.counters import CounterMetrics, Counters, from_json
 from tasklib_daemon.crashes import CrashReport, Recoveries
 from tasklib_daemon.election import Election, WhenElected
 from tasklib_daemon.gauges import Gauges
@@ -44,12 +44,8 @@ from tasklib_daemon.wake import WakeSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
-    from tasklib.duties.duty_list import Duty
-    from tasklib.runtime.loop import Service
     from tasklib_daemon.channel import Channel
-    from tasklib_daemon.counters import Counters
     from tasklib_daemon.settings import Settings
 
 Message = dict[str, Any]

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
@@ -50,7 +50,6 @@ from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from typing import Self
 
 PREFIX = "TASKLIB_"
 SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: database_url, listen_database_url, web_token

@@ -11,8 +11,8 @@ import psycopg
 from tasklib.budget import connection_budget, daemon_budget
 from tasklib.clock import time
 from tasklib.connection_string import listen_connection_string
-from tasklib.doctor.findings import Finding, note, ok, severity_of, warning
-from tasklib.doctor.probe import REPORTED_ELSEWHERE, connect
+from tasklib.doctor.findings import Finding, Thresholds, note, ok, severity_of, warning
+from tasklib.doctor.probe import REPORTED_ELSEWHERE, Probe, connect
 from tasklib.runtime.listening import listen
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
     from tasklib.connection import BoundedConnection
-    from tasklib.doctor.findings import Thresholds
-    from tasklib.doctor.probe import Probe
 
 HEAR_SECONDS = 3.0
 

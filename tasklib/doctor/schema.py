@@ -12,14 +12,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, LiteralString, NamedTuple
 
 from tasklib import migrate
-from tasklib.doctor.findings import critical, note, ok, some
+from tasklib.doctor.findings import Finding, Thresholds, critical, note, ok, some
 from tasklib.errors import SchemaError
 from tasklib.sql import folder, in_schema, queries, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tasklib.doctor.findings import Finding, Thresholds
     from tasklib.doctor.probe import Probe, Row
 
 

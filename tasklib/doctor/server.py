@@ -10,15 +10,12 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib.clock import time
-from tasklib.doctor.findings import Finding, Severity, age, critical, note, ok, severity_of, some, warning
-from tasklib.doctor.probe import REPORTED_ELSEWHERE
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, note, ok, severity_of, some, warning
+from tasklib.doctor.probe import REPORTED_ELSEWHERE, Probe
 from tasklib.sql import queries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tasklib.doctor.findings import Thresholds
-    from tasklib.doctor.probe import Probe
 
 
 OLDEST_POSTGRES = 150000

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, age, critical, note, ok, severity_of, warning
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, note, ok, severity_of, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Severity, Thresholds
     from tasklib.doctor.probe import Probe, Row
 
 

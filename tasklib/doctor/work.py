@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, Severity, age, critical, ok, some, warning
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, ok, some, warning
 from tasklib.sql import in_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Thresholds
     from tasklib.doctor.probe import Probe
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.runtime.bad_rows import Sweep
-from tasklib.statements import Promotion
+from tasklib.statements import Promotion, WorkerStatements
 
 if TYPE_CHECKING:
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
 
 LONGEST_PAUSE_SECONDS = 1.0
 

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from tasklib.log import log
 from tasklib.runtime.bad_rows import first_line, send_apart
-from tasklib.runtime.metrics import merge
+from tasklib.runtime.metrics import Amounts, merge
 from tasklib.sql import queries
 from tasklib.statements import Statement
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from tasklib.config import Config
-    from tasklib.runtime.metrics import Amounts
     from tasklib.runtime.session import Session
 
 EVERY_SECONDS = 10.0

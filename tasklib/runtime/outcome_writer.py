@@ -18,10 +18,10 @@ import psycopg
 from tasklib.attempt_log import log_attempt
 from tasklib.clock import time
 from tasklib.log import log
-from tasklib.outcomes import stopped
+from tasklib.outcomes import HeldTask, Settlement, stopped
 from tasklib.runtime.bad_rows import Aside, first_line, may_be_one_row, send_apart
 from tasklib.runtime.metrics import WorkerMetrics
-from tasklib.statements import settlement_json
+from tasklib.statements import WorkerStatements, settlement_json
 from tasklib.states import State
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from tasklib.outcomes import HeldTask, Settlement
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
 
 MOST_AT_ONCE = 1_000
 _LOCKED = psycopg.errors.LockNotAvailable()

@@ -18,7 +18,7 @@ from tasklib.database_errors import is_about_rows
 from tasklib.duties.promoter import Promoter
 from tasklib.log import log
 from tasklib.runtime.bad_rows import Aside, first_line
-from tasklib.statements import MixedClaim
+from tasklib.statements import Claim, ClaimedTask, MixedClaim, Place, Statement
 from tasklib.worker.unwritten import grouped
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.runtime.metrics import Found
-    from tasklib.statements import Claim, ClaimedTask, Place, Statement
     from tasklib.worker.basis import Basis
     from tasklib.worker.lease import Lease
     from tasklib.worker.preparation import Preparation

@@ -21,21 +21,32 @@ from psycopg import conninfo
 from psycopg.pq import ConnStatus
 
 from tasklib.clock import time
-from tasklib.connection import OWN_SETTINGS, SEARCH_PATH, set_local
+from tasklib.connection import OWN_SETTINGS, SEARCH_PATH, BoundedAsyncConnection, BoundedConnection, set_local
 from tasklib.connection_string import connection_string
 from tasklib.current import USE_ASYNC_CONNECTION, USE_CONNECTION
 from tasklib.database_errors import is_connection_lost
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.log import log
-from tasklib.outcomes import Completed, Failed, Interrupted, Snoozed, TimedOut, delay_of_free_run, has_free_runs
+from tasklib.outcomes import (
+    Completed,
+    Failed,
+    Interrupted,
+    Outcome,
+    Settlement,
+    Snoozed,
+    TimedOut,
+    delay_of_free_run,
+    has_free_runs,
+)
 from tasklib.runtime.loop import FIRST_PAUSE_SECONDS
-from tasklib.statements import Statement, settlement_json
+from tasklib.statements import Statement, WorkerStatements, settlement_json
 from tasklib.worker.problems import problem_of
 from tasklib.worker.task_call import outcome_of
 from tasklib.worker.task_connection import (
     BUSY,
     AsyncTaskConnection,
     SyncTaskConnection,
+    TaskConnection,
     answer,
     log_broken,
     run_blocking,
@@ -47,13 +58,9 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.config import Config
-    from tasklib.connection import BoundedAsyncConnection, BoundedConnection
-    from tasklib.outcomes import Outcome, Settlement
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.runtime.observer import WorkerObserver
-    from tasklib.statements import WorkerStatements
     from tasklib.worker.execution import Execution
-    from tasklib.worker.task_connection import TaskConnection
 
 LONGEST_PAUSE_SECONDS = 1.0  # between two attempts to connect
 WAITED_SHARE = 0.1  # of a task's timeout: a shorter wait for the connection does not excuse the timeout

@@ -8,13 +8,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasklib.clock import time
-from tasklib.outcomes import TaskInterrupt
+from tasklib.outcomes import HeldTask, TaskInterrupt
 
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from tasklib.outcomes import HeldTask
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from typing import TYPE_CHECKING
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from tasklib.clock import time
 from tasklib.log import log
@@ -20,7 +20,6 @@ from tasklib.statements import WorkerDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
     import psycopg
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tasklib.attempt_log import log_attempt
 from tasklib.clock import time
 from tasklib.log import log, task_log, task_logger
-from tasklib.outcomes import CancelInterrupt, Completed, Interrupted, Rules, Settlement, decide, succeeded
+from tasklib.outcomes import CancelInterrupt, Completed, Interrupted, Outcome, Rules, Settlement, decide, succeeded
 from tasklib.retry import Exponential
 from tasklib.worker.forks import call_in_one_process
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from tasklib.outcomes import Outcome
     from tasklib.runtime.loop import Loop
     from tasklib.worker.basis import Basis
     from tasklib.worker.buffer import Buffer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.clock import time
-from tasklib.worker.execution import MOST_CONTAINED_RUNS
+from tasklib.worker.execution import MOST_CONTAINED_RUNS, Execution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tasklib.worker.basis import Basis
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.claims import Claims
-    from tasklib.worker.execution import Execution
     from tasklib.worker.isolation.processes import IsolatedProcesses
     from tasklib.worker.lease import Lease
 

@@ -16,9 +16,19 @@ import psycopg
 from tasklib.clock import time
 from tasklib.database_errors import is_about_rows, is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Completed, Interrupted, Problem, Rules, Settlement, decide, succeeded
+from tasklib.outcomes import (
+    AttemptOutcome,
+    Completed,
+    HeldTask,
+    Interrupted,
+    Problem,
+    Rules,
+    Settlement,
+    decide,
+    succeeded,
+)
 from tasklib.runtime.outcome_writer import OutcomeWriter
-from tasklib.statements import Completions, settlement_json
+from tasklib.statements import Completions, WorkerStatements, settlement_json
 from tasklib.states import State
 from tasklib.strict_json import storable
 
@@ -26,11 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from uuid import UUID
 
-    from tasklib.outcomes import AttemptOutcome, HeldTask
     from tasklib.runtime.database_clock import Reading
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
 

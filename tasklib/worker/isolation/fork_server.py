@@ -34,14 +34,13 @@ from tasklib.errors import TaskNotRegistered
 from tasklib.registry import default_registry
 from tasklib.worker.forks import call_in_one_process
 from tasklib.worker.isolation.launching import count_sockets, set_parent_death_signal
-from tasklib.worker.isolation.protocol import CHUNK_BYTES, NO_ANSWER, import_place, line_of
+from tasklib.worker.isolation.protocol import CHUNK_BYTES, NO_ANSWER, Message, import_place, line_of
 from tasklib.worker.isolation.run import NOT_FOUND, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from tasklib.worker.isolation.protocol import Message
 
 LOOK_SECONDS = 1.0  # between looks for the worker's death, where no descriptor tells of it
 MOST_DESCRIPTORS = 16

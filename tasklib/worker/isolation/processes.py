@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from tasklib.clock import time
 from tasklib.errors import InvalidTaskDefinition, TasklibError
 from tasklib.log import log
-from tasklib.outcomes import OWN_PROCESS, SERVER_DIED, Crashed, Failed, Interrupted
+from tasklib.outcomes import OWN_PROCESS, SERVER_DIED, Crashed, Failed, Interrupted, Outcome
 from tasklib.states import State
 from tasklib.worker.forks import Copy, tell_of_copy
 from tasklib.worker.isolation.fork_server_link import ForkServerLink
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tasklib.config import Config
-    from tasklib.outcomes import Outcome
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.runtime.observer import WorkerObserver
     from tasklib.task import TaskFunction

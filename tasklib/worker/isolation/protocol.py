@@ -18,7 +18,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 from pydantic import TypeAdapter
@@ -32,8 +32,10 @@ from tasklib.outcomes import (
     Failed,
     HeldTask,
     Interrupted,
+    Outcome,
     Snoozed,
     StopInterrupt,
+    TaskInterrupt,
     TimedOut,
     TimeoutInterrupt,
 )
@@ -41,11 +43,8 @@ from tasklib.statements import ClaimedTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import TypeAlias
 
-    from tasklib.outcomes import Outcome, TaskInterrupt
-
-    Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, Any]
 
 CHUNK_BYTES = 65_536  # of one read
 LARGEST_MESSAGE_BYTES = 8 * 1024 * 1024  # results and errors take two or three at most

@@ -20,9 +20,9 @@ from pydantic_core import from_json
 from structlog.contextvars import bind_contextvars
 
 from tasklib.clock import time, with_real_time
-from tasklib.current import enter_task
+from tasklib.current import CurrentTask, enter_task
 from tasklib.errors import TaskNotRegistered
-from tasklib.outcomes import CancelInterrupt, Failed, Rules, decide
+from tasklib.outcomes import CancelInterrupt, Failed, Outcome, Rules, TaskInterrupt, decide
 from tasklib.registry import default_registry
 from tasklib.runtime.database_clock import DatabaseClock
 from tasklib.runtime.observer import WorkerObserver
@@ -35,6 +35,7 @@ from tasklib.worker.isolation.protocol import (
     CHUNK_BYTES,
     DRAINING,
     STOPS,
+    Message,
     Request,
     encoded_outcome,
     import_place,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from tasklib.config import Config
-    from tasklib.current import CurrentTask
-    from tasklib.outcomes import Outcome, TaskInterrupt
-    from tasklib.worker.isolation.protocol import Message
 
 EXIT_SECONDS = 1.0  # for the process to end, once everything is sent
 BEAT_SECONDS = 0.3  # between two signs of life of a suspect
