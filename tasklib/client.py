@@ -88,7 +88,8 @@ class Client(Verbs, is_async=False):
         waiting = set(_ids(tasks))
         deadline = _deadline(timeout)
         arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
-        ticket = self.database.waiting_room.enter(waiting, lambda _, found: arrived.put(found))
+        room = self.database.waiting_room
+        ticket = room.enter(waiting, lambda _, found: arrived.put(found))
         try:
             while waiting:
                 try:
@@ -100,7 +101,7 @@ class Client(Verbs, is_async=False):
                 else:
                     yield _arrived(found, waiting)
         finally:
-            ticket.leave()
+            room.leave(ticket)
 
     def close(self) -> None:
         self.database.close()
@@ -180,7 +181,8 @@ class AsyncClient(Verbs, is_async=True):
             with contextlib.suppress(RuntimeError):  # the loop was closed, and the wait ended with it
                 loop.call_soon_threadsafe(arrived.put_nowait, found)
 
-        ticket = self.database.waiting_room.enter(waiting, deliver)
+        room = self.database.waiting_room
+        ticket = room.enter(waiting, deliver)
         try:
             while waiting:
                 try:
@@ -193,7 +195,7 @@ class AsyncClient(Verbs, is_async=True):
                 else:
                     yield _arrived(found, waiting)
         finally:
-            ticket.leave()
+            room.leave(ticket)
 
     async def close(self) -> None:
         await self.database.close_async()

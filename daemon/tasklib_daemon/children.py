@@ -13,7 +13,7 @@ import select
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tasklib_daemon import child_main, scoreboard, signals
 from tasklib_daemon.channel import Channel, Message
@@ -28,18 +28,12 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Iterable, Iterator
 
+    from tasklib_daemon.control import ControlServer
     from tasklib_daemon.settings import Restart, Settings
+    from tasklib_daemon.signals import Signals
 
 GUARD_SECONDS = 1.0  # before a dead guardian is replaced
 SPAWN_AGAIN_SECONDS = 1.0  # after a fork that failed
-
-
-class Input(Protocol):
-    """A file that the supervisor polls, and that no child may keep open."""
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -75,7 +69,7 @@ class Children:
         self._histories: dict[Slot, SlotHistory] = {}
         self._guardian = Guardian(self._mark)
         self._guard_at = math.inf
-        self.inputs: list[Input] = []  # the supervisor's own
+        self.inputs: list[ControlServer | Signals] = []  # the supervisor polls them, and no child may keep them open
 
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter([*self._by_id.values()])

@@ -291,8 +291,9 @@ class Recoveries:
         if not report.backends or self._session.is_pooled:
             return
         until, pause = time.monotonic() + BACKENDS_SECONDS, 0.002
+        name, terminate = self._application_name, self._statements.terminate
         try:
-            while left := self._session.run(self._terminate(report)):
+            while left := self._session.run(terminate(report.backends, name, _seconds_since(report))):
                 if time.monotonic() > until:
                     log.warning("backends.left", worker_id=report.worker_id, pids=left)
                     return
@@ -300,9 +301,6 @@ class Recoveries:
                 pause = min(pause * 2, 0.05)
         except psycopg.errors.InsufficientPrivilege as error:
             log.warning("backends.left", worker_id=report.worker_id, error=str(error).partition("\n")[0])
-
-    def _terminate(self, report: CrashReport) -> Any:
-        return self._statements.terminate(report.backends, self._application_name, _seconds_since(report))
 
     def _settle(self, case: _Case) -> None:
         report = case.report

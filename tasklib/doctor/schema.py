@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, LiteralString, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib import migrate
 from tasklib.doctor.findings import Finding, Thresholds, critical, note, ok, some
@@ -85,7 +85,9 @@ def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     try:
         with probe.transaction() as conn:
             difference = migrate.find_difference(conn, schema)
-            applied = [] if difference.missing else conn.execute(_applied(schema)).fetchall()
+            applied = (
+                [] if difference.missing else conn.execute(queries("schema_migrations", schema)["applied"]).fetchall()
+            )
     except SchemaError as error:
         yield critical(str(error), "install the tasklib-pg that made it: pip install --upgrade tasklib-pg")
         return
@@ -106,10 +108,6 @@ def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     if version == max(migration.version for migration in migrate.known_migrations()):
         yield from _drift(probe)
     yield from _without_effect(probe)
-
-
-def _applied(schema: str) -> LiteralString:
-    return queries("schema_migrations", schema)["applied"]
 
 
 def _without_effect(probe: Probe) -> Iterator[Finding]:

@@ -10,8 +10,6 @@ from tasklib.statements import Promotion, WorkerStatements
 if TYPE_CHECKING:
     from tasklib.runtime.session import Session
 
-LONGEST_PAUSE_SECONDS = 1.0
-
 
 class Promoter:
     def __init__(self, session: Session, statements: WorkerStatements) -> None:
@@ -25,10 +23,3 @@ class Promoter:
         return self._sweep.run_once(
             lambda: self._session.run(self._statements.promote()), lambda promoted: Promotion(promoted, None)
         )
-
-    def run_once(self) -> float | None:
-        promotion = self.promote()
-        if promotion.promoted:
-            return 0.0
-        due = promotion.next_due_seconds
-        return LONGEST_PAUSE_SECONDS if due is None else min(max(due, 0.001), LONGEST_PAUSE_SECONDS)
