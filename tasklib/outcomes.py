@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
+from typing import Literal, NamedTuple, TypeAlias, assert_never
+from uuid import UUID  # noqa: TC003 - pydantic reads the types of HeldTask
 
 from tasklib.errors import InvalidOptions
 from tasklib.ranges import YEAR_SECONDS
 from tasklib.retry import Backoff, Exponential, delay_seconds
 from tasklib.states import State
-
-if TYPE_CHECKING:
-    from uuid import UUID
-
 
 # --- What a task function may raise ----------------------------------------------------------------------------------
 

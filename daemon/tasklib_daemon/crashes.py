@@ -9,7 +9,6 @@ comes twice, does no harm.
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from dataclasses import dataclass, field
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import psycopg
+import pydantic.dataclasses
 from psycopg import conninfo
+from pydantic_core import to_jsonable_python
 
 from tasklib.connection_string import connection_string
 from tasklib.database_errors import is_connection_lost
@@ -40,6 +41,7 @@ from tasklib.runtime.bad_rows import first_line
 from tasklib.runtime.metrics import SECONDS, WorkerMetrics, histogram
 from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
 from tasklib.states import State
+from tasklib_daemon.plan import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from tasklib.duties.statements import KeeperStatements
     from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib_daemon.plan import Cause
 
 SWEEPS_AGAIN_SECONDS = (1.0, 5.0)  # after the first
 BACKENDS_SECONDS = 2.0  # how long their end is waited for
@@ -72,7 +73,7 @@ class Done(NamedTuple):
     token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CrashReport:
     """What the supervisor knows of a dead worker, from `waitpid` and from its scoreboard."""
 
@@ -90,38 +91,9 @@ class CrashReport:
     died: float = field(default_factory=time.monotonic)
     is_counted: bool = False  # the outcomes that it had written are in its counters
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a message."""
-        return {
-            "worker_id": self.worker_id,
-            "name": self.name,
-            "hostname": self.hostname,
-            "pid": self.pid,
-            "slot": self.slot,
-            "how": self.how,
-            "cause": self.cause,
-            "guilty": None if self.guilty is None else str(self.guilty),
-            "executing": [[str(each.task_id), each.token, each.seconds] for each in self.executing],
-            "done": [[str(each.task_id), each.token] for each in self.done],
-            "backends": list(self.backends),
-            "is_counted": self.is_counted,
-            "died": self.died,
-        }
-
-    @classmethod
-    def from_json(cls, given: dict[str, Any] | str) -> CrashReport:
-        values = dict(json.loads(given) if isinstance(given, str) else given)
-        guilty = values.pop("guilty", None)
-        executing = tuple(Executing(UUID(id_), token, seconds) for id_, token, seconds in values.pop("executing", ()))
-        done = tuple(Done(UUID(id_), token) for id_, token in values.pop("done", ()))
-        backends = tuple(values.pop("backends", ()))
-        return cls(
-            **values,
-            guilty=None if guilty is None else UUID(guilty),
-            executing=executing,
-            done=done,
-            backends=backends,
-        )
+    def to_message(self) -> dict[str, Any]:
+        """As plain values, from which pydantic makes an equal report: `CrashReport(**message)`."""
+        return dict(to_jsonable_python(self))
 
 
 # --- what becomes of each task: pure ---

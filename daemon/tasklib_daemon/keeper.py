@@ -230,7 +230,7 @@ class Keeper:
     def _handle(self, message: Message) -> None:
         match message["say"]:
             case "died":
-                self.recoveries.add(CrashReport.from_json(message["report"]))
+                self.recoveries.add(CrashReport(**message["report"]))
                 self._loops["crashes"].wake()
             case "workers":
                 self._workers.take(message["workers"])

@@ -192,12 +192,12 @@ class CrashReports:
         )
         self._reports[report.worker_id] = report
         for keeper in self._children.ready_keepers():  # another gets it as soon as it is ready
-            keeper.channel.send({"say": "died", "report": report.to_json()})
+            keeper.channel.send({"say": "died", "report": report.to_message()})
 
     def send_all(self, keeper: ChildProcess) -> None:
         """The keeper's predecessor may have left some. A report that comes twice does no harm."""
         for report in self._reports.values():
-            keeper.channel.send({"say": "died", "report": report.to_json()})
+            keeper.channel.send({"say": "died", "report": report.to_message()})
 
     def remove(self, worker_id: str) -> None:
         self._reports.pop(worker_id, None)

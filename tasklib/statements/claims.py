@@ -6,6 +6,7 @@ import functools
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID  # noqa: TC003 - pydantic reads the types of ClaimedTask
 
 from tasklib.outcomes import HeldTask
 from tasklib.sql import columns, queries
@@ -14,7 +15,6 @@ from tasklib.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from uuid import UUID
 
     from tasklib.config import Config
 
