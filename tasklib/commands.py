@@ -89,7 +89,7 @@ def migrate(
     """Create tasklib's schema, or bring it to this version."""
     from tasklib import migrate as migrations
 
-    raise typer.Exit(migrations.run_command(check_only=check, print_sql=sql, pre=pre))
+    raise typer.Exit(migrations.run_command(None, sys.stdout.write, check_only=check, print_sql=sql, pre=pre))
 
 
 @app.command()
