@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -118,13 +119,14 @@ class Statements:
         wanted = checked.get("state")
         parameters = (
             checked.get("after"), wanted, checked.get("name"), checked.get("queue"), checked.get("tags"),
-            checked.get("created_after"), checked.get("created_before"), _check_limit(limit), checked.get("final"),
+            checked.get("created_after"), checked.get("created_before"),
+            check_whole("limit", limit, 1, MAX_LIST_LIMIT), checked.get("final"),
         )  # fmt: skip
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
 
     def cancel(self, task_id: UUID | str, reason: str | None) -> Statement[str | None]:
-        text = None if reason is None else check_text("reason", storable)(reason)
+        text = None if reason is None else storable(check_text("reason", reason))
         return Statement(self._sql["cancel"], (as_uuid(task_id), text), read_value)
 
     def retry(self, task_id: UUID | str) -> Statement[bool]:
@@ -195,14 +197,13 @@ def _state(state: str) -> State:
         raise InvalidOptions(f"{state!r} is not a state; there are: {', '.join(State)}") from None
 
 
-_check_limit = check_whole("limit", 1, MAX_LIST_LIMIT)
 _FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
     "state": _state,
-    "name": check_text("name", str),
-    "queue": check_text("queue", str),
+    "name": partial(check_text, "name"),
+    "queue": partial(check_text, "queue"),
     "tags": _tags,
-    "created_after": check_moment("created_after"),
-    "created_before": check_moment("created_before"),
+    "created_after": partial(check_moment, "created_after"),
+    "created_before": partial(check_moment, "created_before"),
     "after": as_uuid,
-    "final": check_flag("final"),
+    "final": partial(check_flag, "final"),
 }
