@@ -108,9 +108,15 @@ def check_durability(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]
             "full_page_writes is off: a crash of the machine can tear pages, unless the file system never does",
             "alter system set full_page_writes = on; select pg_reload_conf();",
         )
-    others = probe.ask("asynchronous_roles")
-    for role, database in others:
-        yield _asynchronous(role, database)
+    for role, database in probe.ask("asynchronous_roles"):
+        given = _Given("synchronous_commit", "off", role, database)
+        yield warning(
+            f"synchronous_commit is off for {given.whom()}: a crash of the server takes back its last commits, "
+            f"confirmed submits too",
+            given.remedy(),
+            role=role,
+            database=database,
+        )
     ((source,),) = probe.ask("source", "synchronous_commit")
     if settings["synchronous_commit"] == "off" and source not in OF_A_ROLE:
         yield warning(
@@ -126,22 +132,6 @@ def check_durability(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]
             " ".join(f"alter table {probe.schema}.{name} set logged;" for name in unlogged),
             tables=unlogged,
         )
-
-
-def _asynchronous(role: str, database: str) -> Finding:
-    """Both names are quoted where SQL needs it. Empty: every one."""
-    whom = f"role {role}" if role else "every role"
-    where = f" in database {database}" if database else ""
-    command = f"alter role {role or 'all'}{where} reset synchronous_commit;"
-    if database and not role:
-        command = f"alter database {database} reset synchronous_commit;"
-    return warning(
-        f"synchronous_commit is off for {whom}{where}: a crash of the server takes back its last commits, confirmed "
-        f"submits too",
-        command,
-        role=role,
-        database=database,
-    )
 
 
 REPLICATION_ROLE = "session_replication_role"
@@ -164,7 +154,9 @@ def check_row_security(probe: Probe, _thresholds: Thresholds) -> Iterator[Findin
 
 
 class _Given(NamedTuple):
-    """A setting of a role, of a database, of a role in a database, or of this session. Empty: every one."""
+    """A setting of a role, of a database, of a role in a database, or of this session. Names are quoted where SQL needs
+    it; an empty name stands for every role, or every database.
+    """
 
     name: str
     value: str
