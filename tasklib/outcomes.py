@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Literal, NamedTuple, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
 from uuid import UUID  # noqa: TC003 - pydantic reads the types of HeldTask
 
 from tasklib.errors import InvalidOptions
 from tasklib.ranges import YEAR_SECONDS
 from tasklib.retry import Backoff, Exponential, delay_seconds
 from tasklib.states import State
+
+if TYPE_CHECKING:
+    from tasklib.config import Config
 
 # --- What a task function may raise ----------------------------------------------------------------------------------
 
@@ -193,6 +196,15 @@ class Rules:
     backoff: Backoff = field(default_factory=Exponential)
     bury_after: int = 3
     timeout_delta_seconds: float = 10.0
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        """For task functions that have no backoff of their own."""
+        backoff = Exponential(
+            config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
+            config.retry_jitter,
+        )  # fmt: skip
+        return cls(backoff, config.bury_after, config.timeout_delta_seconds)
 
 
 class Settlement(NamedTuple):

@@ -36,7 +36,6 @@ from tasklib.outcomes import (
     decide,
     is_told_by_worker,
 )
-from tasklib.retry import Exponential
 from tasklib.runtime.bad_rows import first_line
 from tasklib.runtime.metrics import SECONDS, WorkerMetrics, histogram
 from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
@@ -200,13 +199,7 @@ class Recoveries:
         self._settling = RecoveryWriter(session, statements, self._metrics)
         self._on_recovered = on_recovered
         self._application_name = _application_name(config)
-        self._rules = Rules(
-            Exponential(
-                config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
-                config.retry_jitter,
-            ),
-            config.bury_after, config.timeout_delta_seconds,
-        )  # fmt: skip
+        self._rules = Rules.of(config)
         self._new: queue.SimpleQueue[CrashReport] = queue.SimpleQueue()
         self._cases: list[_Case] = []
 

@@ -77,7 +77,7 @@ def run(settings: Settings, channel: Channel, counters: Counters | None = None) 
             keeper.receive(channel.receive(0))
         keeper.receive(channel.receive(0))  # the last statistics
         until = time.monotonic() + DRAIN_SECONDS
-        while keeper.is_recovering and not (signals.take() or channel.is_closed) and time.monotonic() < until:
+        while keeper.recoveries.is_waiting and not (signals.take() or channel.is_closed) and time.monotonic() < until:
             keeper.receive(channel.receive(0.02))
 
 
@@ -183,10 +183,6 @@ class Keeper:
             loop.start()
         log.info("keeper.started")
 
-    @property
-    def is_recovering(self) -> bool:
-        return self.recoveries.is_waiting
-
     def close(self) -> None:
         self._schema_loop.stop()  # first, because it starts the others
         self._schema_loop.join(STOP_SECONDS)
@@ -209,14 +205,8 @@ class Keeper:
         if role == "listen":
             self._wake_sender.close()
         if role == "history":
-            self._write_last_statistics()
+            self._duties.rollups.write_last()
         self._sessions[role].close()
-
-    def _write_last_statistics(self) -> None:
-        try:
-            self._duties.rollups.run_once()
-        except Exception as error:  # noqa: BLE001 - then the statistics lack the last seconds
-            log.warning("statistics.lost", error=str(error).partition("\n")[0])
 
     # --- messages from the supervisor ---
 

@@ -49,7 +49,7 @@ class Reaper:
         self._forget_at = 0.0
         self._lease_seconds = config.lease_seconds
         self._pause_seconds = min(config.lease_seconds / 15, 1.0)
-        self._rules = Rules(bury_after=config.bury_after, timeout_delta_seconds=config.timeout_delta_seconds)
+        self._rules = Rules.of(config)
 
     def run_once(self) -> float | None:
         self._session.connection()

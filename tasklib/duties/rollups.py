@@ -47,6 +47,13 @@ class Rollups:
         self._unwritten = {}
         return EVERY_SECONDS
 
+    def write_last(self) -> None:
+        """At the end of the process. An error only costs the statistics of the last seconds."""
+        try:
+            self.run_once()
+        except Exception as error:  # noqa: BLE001 - see above
+            log.warning("statistics.lost", error=first_line(error))
+
     def _note(self, rows: Sequence[dict[str, Any]]) -> None:
         self._session.run(Statement(self._sql, (to_json(rows).decode(),), lambda _: None))
         for row in rows:

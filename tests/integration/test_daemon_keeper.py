@@ -362,8 +362,8 @@ def test_reports_wait_for_the_database(
         with refusing(conn):
             kept.keeper.receive([{"say": "died", "report": report_of(worker, claimed).to_message()}])
             wait_until(lambda: kept.is_so(database=False, listening=False), "the keeper to notice")
-            assert kept.keeper.is_recovering
-        wait_until(lambda: not kept.keeper.is_recovering, "the report to be dealt with")
+            assert kept.keeper.recoveries.is_waiting
+        wait_until(lambda: not kept.keeper.recoveries.is_waiting, "the report to be dealt with")
     assert attempts(conn, task)[0][0] == "WORKER_FAILURE"
 
 
