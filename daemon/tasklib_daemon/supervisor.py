@@ -64,14 +64,9 @@ HANDLED = (
 )  # fmt: skip
 
 
-def run(settings: Settings, reload: Callable[[], Settings] | None = None) -> int:
-    """Run until told to stop; return the exit code. `reload` reads the settings again, for SIGHUP. Raises Exit if the
-    daemon cannot even begin.
-    """
-    return Supervisor(settings, reload).run()
-
-
 class Supervisor:
+    """`reload` reads the settings again, for SIGHUP."""
+
     def __init__(self, settings: Settings, reload: Callable[[], Settings] | None = None) -> None:
         self._generations = Generations(settings, reload or (lambda: settings))
         self._lifecycle = Lifecycle()
@@ -88,6 +83,7 @@ class Supervisor:
         return self._generations.settings
 
     def run(self) -> int:
+        """Run until told to stop; return the exit code. Raises Exit if the daemon cannot even begin."""
         logs.configure(self.settings)
         directory = self.settings.runtime_directory
         is_new = not directory.exists()

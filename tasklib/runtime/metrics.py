@@ -98,7 +98,7 @@ class WorkerMetrics:
             if outcome != "COMPLETED":
                 seconds = max(seconds, 0.0)  # noqa: PLW2901 - minus infinity for a task that was marked and never ran
                 for also in _consequences(task, settlement):
-                    _increase(amounts, also)
+                    _add(amounts, also, [1.0])
             grouped[task.name, task.queue, outcome].append(seconds)
         for (name, queue, attempted), seconds_of in grouped.items():
             if attempted is not None:
@@ -200,10 +200,6 @@ def merge(into: Amounts, more: Mapping[Key, Sequence[float]]) -> None:
 def _add(amounts: Amounts, key: Key, values: Sequence[float]) -> None:
     known = amounts.get(key)
     amounts[key] = [*values] if known is None else [one + other for one, other in zip(known, values, strict=True)]
-
-
-def _increase(amounts: Amounts, key: Key) -> None:
-    amounts.setdefault(key, [0.0])[0] += 1.0
 
 
 def _consequences(task: HeldTask, settlement: Settlement) -> Iterator[Key]:

@@ -82,7 +82,12 @@ class Statements:
         return [self._submit_batch(by_key[at : at + BATCH_ROWS]) for at in range(0, len(by_key), BATCH_ROWS)]
 
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
-        return Statement(self._sql["get"], (as_uuid(task_id),), _read_one, is_change=False)
+        return Statement(
+            self._sql["get"],
+            (as_uuid(task_id),),
+            lambda rows: Task.from_row(rows[0]) if rows else None,
+            is_change=False,
+        )
 
     def attempts(self, task_id: UUID | str) -> Statement[list[Attempt]]:
         return Statement(
@@ -178,16 +183,8 @@ def _iso(moment: datetime | None) -> str | None:
     return None if moment is None else moment.isoformat()
 
 
-def _read_one(rows: list[Row]) -> Task | None:
-    return Task.from_row(rows[0]) if rows else None
-
-
 def _read_all(rows: list[Row]) -> list[Task]:
     return [Task.from_row(row) for row in rows]
-
-
-def _tags(tags: Mapping[str, Any]) -> Any:
-    return checked_options({"tags": tags})["tags"]
 
 
 def _state(state: str) -> State:
@@ -201,7 +198,7 @@ _FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
     "state": _state,
     "name": partial(check_text, "name"),
     "queue": partial(check_text, "queue"),
-    "tags": _tags,
+    "tags": lambda tags: checked_options({"tags": tags})["tags"],
     "created_after": partial(check_moment, "created_after"),
     "created_before": partial(check_moment, "created_before"),
     "after": as_uuid,
