@@ -24,8 +24,8 @@ from tasklib.config import Config
 from tasklib.database import Database
 from tasklib.errors import InvalidConfig
 from tasklib.handles import Handle
-from tasklib.statements import Statement, Statements
-from tasklib.statistics import StatisticsStatements
+from tasklib.statements import ListFilters, Statement, Statements
+from tasklib.statistics import QueueStatistics, StatisticsStatements, TaskStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from tasklib.client import AsyncClient, Client
     from tasklib.record import Attempt, Task
-    from tasklib.statements import ListFilters
-    from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
     from tasklib.unfinished import Unfinished
 

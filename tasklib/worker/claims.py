@@ -1,7 +1,8 @@
 """Claims tasks: from which queues, in which order, and what happens to rows that PostgreSQL refuses to change.
 
-Likely queues have a claim each. All others share one, which takes a few tasks from every queue. No queue that is never
-empty keeps the others waiting: the likely ones take turns at being first, and the others come first once a second.
+Each likely queue has a claim of its own. All others share one, which takes a few tasks from every queue. A queue that
+is never empty does not keep the others waiting: the likely ones take turns at being first, and once a second the others
+come first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tasklib.database_errors import is_about_rows
 from tasklib.duties.promoter import Promoter
 from tasklib.log import log
 from tasklib.runtime.bad_rows import Aside, first_line
-from tasklib.statements import MixedClaim
+from tasklib.statements import Claim, ClaimedTask, MixedClaim, Place, Statement
 from tasklib.worker.unwritten import grouped
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.runtime.metrics import Found
-    from tasklib.statements import Claim, ClaimedTask, Place, Statement
     from tasklib.worker.basis import Basis
     from tasklib.worker.lease import Lease
     from tasklib.worker.preparation import Preparation
@@ -105,7 +105,7 @@ class DueTasks:
 
 
 class Claims:
-    """What is claimed is in the buffer afterwards."""
+    """Claims tasks, and puts them into the buffer."""
 
     def __init__(self, basis: Basis, lease: Lease, reconciliation: Reconciliation, preparation: Preparation) -> None:
         self._basis = basis
