@@ -1,8 +1,8 @@
 """A task's arguments: from a function's signature to JSON text and back.
 
-The invariant: what `encode` accepts comes back equal from `decode`, also after a stay in a jsonb column; everything
-else is refused before any SQL, by an `InvalidArguments` that names the task and the parameter but never the value,
-which may be a secret.
+Invariant: a value that `encode` accepts comes back equal from `decode`, even after it was stored in a jsonb column. Any
+other value is refused before any SQL is sent. The `InvalidArguments` names the task and the parameter. It never shows
+the value, which may be a secret.
 
 A signature is compiled once into one pydantic validator of an object whose keys are the parameters. An argument that
 is left out is not stored, so the function's own default applies when the task runs. Three differences do not count as
@@ -33,7 +33,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import PydanticSerializationError, SchemaError, core_schema, from_json, to_json
+from pydantic_core import ErrorDetails, PydanticSerializationError, SchemaError, core_schema, from_json, to_json
 
 from tasklib.errors import InvalidArguments, InvalidTaskDefinition
 from tasklib.other_queues import SUBMIT
@@ -50,7 +50,6 @@ from tasklib.strict_json import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pydantic_core import ErrorDetails
 
 MAX_ERRORS_SHOWN = 10
 
@@ -88,7 +87,7 @@ class ArgumentSchema:
         try:
             values: dict[str, object] = signature.validator.validate_json(text)
         except ValidationError as error:
-            raise _misfit(self._task_name, error) from None
+            raise _invalid_arguments(self._task_name, error) from None
         return ((), values) if is_plain else signature.as_call(self._task_name, values)
 
     def _joined(self, signature: _Signature, args_json: str | bytes, kwargs_json: str | bytes) -> str | bytes:
@@ -170,7 +169,7 @@ class _Signature:
         try:
             accepted: dict[str, object] = self.validator.validate_python(values)
         except ValidationError as error:
-            raise _misfit(task_name, error) from None
+            raise _invalid_arguments(task_name, error) from None
         data = self._serialize(task_name, accepted)
         check_limits(task_name, data, max_bytes)
         if self.without_floats.issuperset(accepted):
@@ -356,16 +355,16 @@ def is_plain(annotation: Any, known: tuple[type, ...] = _PLAIN) -> bool:
     UTC loses its seconds. Not dict[str, str]: half a surrogate pair in a key is written as U+FFFD.
     """
     origin, inner = get_origin(annotation), get_args(annotation)
-    if origin in {Union, UnionType}:  # a choice of two types may be read as the other one, a choice of None may not
+    if origin in {Union, UnionType}:  # of two types, the wrong one may be read; None cannot be mistaken
         other, *more = [each for each in inner if each is not NoneType]
         return not more and is_plain(other, known)
     if origin in _PLAIN_CONTAINERS:
         return all(each is Ellipsis or is_plain(each, known) for each in inner)
-    return any(annotation is each for each in known)  # not `in`: what is in Annotated may have no hash
+    return any(annotation is each for each in known)  # not `in`: the parts of Annotated need not be hashable
 
 
 def _why_not_json(message: str) -> str:
-    """Not pydantic's own words, which may quote the value."""
+    """Why a value has no JSON. Pydantic's own message may quote the value."""
     if "surrogates not allowed" in message:
         return SURROGATE
     if "Circular reference" in message:
@@ -418,20 +417,20 @@ def _fields(value: object) -> dict[str, object]:
     return {}
 
 
-# --- The words -------------------------------------------------------------------------------------------------------
+# --- Error messages --------------------------------------------------------------------------------------------------
 
 
-def _misfit(task_name: str, error: ValidationError) -> InvalidArguments:
+def _invalid_arguments(task_name: str, error: ValidationError) -> InvalidArguments:
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [str(refusal(task_name, each["loc"], _words(each))) for each in details]
+    lines = [str(refusal(task_name, each["loc"], _reason(each))) for each in details]
     if len(lines) > MAX_ERRORS_SHOWN:
         lines[MAX_ERRORS_SHOWN:] = [f"{task_name}: and {len(lines) - MAX_ERRORS_SHOWN} more"]
     return InvalidArguments("\n".join(lines))
 
 
-def _words(detail: ErrorDetails) -> str:
-    words = _WORDS.get(detail["type"], detail["msg"])
-    return words + (_as_option(str(detail["loc"][0])) if detail["type"] == "extra_forbidden" else "")
+def _reason(detail: ErrorDetails) -> str:
+    reason = _REASONS.get(detail["type"], detail["msg"])
+    return reason + (_as_option(str(detail["loc"][0])) if detail["type"] == "extra_forbidden" else "")
 
 
 def _as_option(name: str) -> str:
@@ -442,7 +441,7 @@ def _as_option(name: str) -> str:
     return f"; as an option: options({option}{'' if '=' in option else '=...'}).submit(...)" if option else ""
 
 
-_WORDS = {
+_REASONS = {
     "missing": "is missing",
     "extra_forbidden": "is not a parameter",
     "recursion_loop": "contains itself, or is nested too deeply",

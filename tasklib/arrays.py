@@ -43,7 +43,7 @@ def _numbers(kind: int, code: str, values: Sequence[float]) -> bytes:
 
 
 def _array(kind: int, count: int, elements: Iterable[bytes]) -> bytes:
-    """One dimension, from 1 on; whether there are NULLs need not be said. An empty array has no dimension."""
+    """One dimension, whose index begins at 1. The flag for NULLs may stay 0. An empty array has no dimension."""
     dimensions = (
         struct.pack(">iii", 1, 0, kind) + struct.pack(">ii", count, 1) if count else struct.pack(">iii", 0, 0, kind)
     )

@@ -1,4 +1,4 @@
-"""The one log line at the end of an attempt: what became of it, why, and whether the task runs again.
+"""The one log line at the end of an attempt: its outcome, the reason, and whether the task runs again.
 
 A task that failed for good or was buried is an error: a person should look. A task that runs again is a warning. The
 line never has arguments or results. It has the message and the traceback of an exception, bounded.
@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from tasklib.log import bounded
+from tasklib.log import Log, bounded
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from tasklib.log import Log
     from tasklib.outcomes import HeldTask, Settlement
 
 MAX_TRACEBACK_CHARACTERS = 4_000

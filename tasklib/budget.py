@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,33 +60,27 @@ class BudgetCheck:
         self._budget = budget
 
     def run_once(self) -> float:
-        warn_if_scarce(self._session, self._budget)
+        with contextlib.suppress(psycopg.Error):  # the loops will meet and report it
+            if not self._session.is_pooled:  # only the pooler can count the server's connections
+                self._warn_if_scarce(*self._session.run(_SLOTS))
         return math.inf
 
-
-def warn_if_scarce(session: Session, budget: Budget) -> None:
-    """Warns at the start, before a missing connection is an error in the middle of the work. Behind a pooler, only the
-    pooler can count the server's connections.
-    """
-    try:
-        if session.is_pooled:
-            return
-        most, reserved, used, ours = session.run(_SLOTS)
-    except psycopg.Error:  # the loops will meet and report it
-        return
-    used -= min(ours, budget.total)  # the connections that we have opened already are in the budget
-    left = most - reserved - used
-    if budget.total > left:
-        log.warning(
-            "connections.scarce",
-            may_open=budget.total,
-            left=left,
-            max_connections=most,
-            reserved=reserved,
-            in_use=used,
-            parts=" ".join(f"{name}={count}" for name, count in budget._asdict().items()),
-            hint="lower Config.pool_size or the concurrency, put PgBouncer in between, or raise max_connections",
-        )
+    def _warn_if_scarce(self, most: int, reserved: int, used: int, ours: int) -> None:
+        """At the start, before a missing connection is an error in the middle of the work."""
+        budget = self._budget
+        used -= min(ours, budget.total)  # the connections that we have opened already are in the budget
+        left = most - reserved - used
+        if budget.total > left:
+            log.warning(
+                "connections.scarce",
+                may_open=budget.total,
+                left=left,
+                max_connections=most,
+                reserved=reserved,
+                in_use=used,
+                parts=" ".join(f"{name}={count}" for name, count in budget._asdict().items()),
+                hint="lower Config.pool_size or the concurrency, put PgBouncer in between, or raise max_connections",
+            )
 
 
 # Every role may read these counts, while it sees next to nothing of other roles' sessions. Our connections are known by

@@ -287,7 +287,7 @@ def _translated(chain: Sequence[BaseException]) -> TasklibError | None:
         sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
         if sqlstate == _NO_TRANSACTION:
             return InvalidOptions(
-                "this connection commits every statement by itself (autocommit), and so many tasks need several "
+                "this connection commits every statement by itself (autocommit), and these tasks need several "
                 "statements: begin a transaction first"
             )
         if isinstance(error, UnicodeEncodeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 from uuid import UUID
 from weakref import WeakKeyDictionary
@@ -22,18 +22,15 @@ from tasklib.statements import as_uuid
 from tasklib.submission import NewTask, task_from_call
 from tasklib.submit_batcher import SubmitBatcher
 from tasklib.unawaited import log_if_unawaited
-from tasklib.unfinished import MOST_NAMED, result_timeout
+from tasklib.unfinished import MOST_NAMED, Unfinished, result_timeout
 from tasklib.verbs import Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-
     from tasklib.config import Config
     from tasklib.database import Database
     from tasklib.ids import TaskId
     from tasklib.record import Task
     from tasklib.task import TaskFunction
-    from tasklib.unfinished import Unfinished
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -91,7 +88,8 @@ class Client(Verbs, is_async=False):
         waiting = set(_ids(tasks))
         deadline = _deadline(timeout)
         arrived: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
-        ticket = self.database.waiting_room.enter(waiting, lambda _, found: arrived.put(found))
+        room = self.database.waiting_room
+        ticket = room.enter(waiting, lambda _, found: arrived.put(found))
         try:
             while waiting:
                 try:
@@ -103,7 +101,7 @@ class Client(Verbs, is_async=False):
                 else:
                     yield _arrived(found, waiting)
         finally:
-            ticket.leave()
+            room.leave(ticket)
 
     def close(self) -> None:
         self.database.close()
@@ -183,7 +181,8 @@ class AsyncClient(Verbs, is_async=True):
             with contextlib.suppress(RuntimeError):  # the loop was closed, and the wait ended with it
                 loop.call_soon_threadsafe(arrived.put_nowait, found)
 
-        ticket = self.database.waiting_room.enter(waiting, deliver)
+        room = self.database.waiting_room
+        ticket = room.enter(waiting, deliver)
         try:
             while waiting:
                 try:
@@ -196,7 +195,7 @@ class AsyncClient(Verbs, is_async=True):
                 else:
                     yield _arrived(found, waiting)
         finally:
-            ticket.leave()
+            room.leave(ticket)
 
     async def close(self) -> None:
         await self.database.close_async()

@@ -11,12 +11,9 @@ Write `from tasklib.clock import time` instead of `import time`, which ruff refu
 from __future__ import annotations
 
 import time as shared_time  # noqa: TID251 - the one place
-from asyncio import BaseEventLoop
+from asyncio import AbstractEventLoop, BaseEventLoop
 from importlib.util import module_from_spec
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
 
 __all__ = ["time", "with_real_time"]
 

@@ -84,7 +84,7 @@ def migrate(
     """Create tasklib's schema, or bring it to this version."""
     from tasklib import migrate as migrations
 
-    raise typer.Exit(migrations.run_command(check_only=check, print_sql=sql, pre=pre))
+    raise typer.Exit(migrations.run_command(None, sys.stdout.write, check_only=check, print_sql=sql, pre=pre))
 
 
 @app.command()
@@ -161,7 +161,7 @@ def list_(
     final: Annotated[
         bool | None,
         typer.Option(
-            "--final/--retrying", help="Only what is over; or only what failed and waits for its next attempt."
+            "--final/--retrying", help="Only final tasks; or only failed ones that wait for their next attempt."
         ),
     ] = None,
     as_json: Json = False,
@@ -186,7 +186,7 @@ def list_(
 
 def _failed(state: str | None) -> str:
     if state not in (None, State.FAILED):
-        raise typer.BadParameter(f"--retrying are tasks that failed: it does not go with --state {state}")
+        raise typer.BadParameter(f"--retrying lists failed tasks: it cannot be combined with --state {state}")
     return State.FAILED
 
 
@@ -240,10 +240,10 @@ def _whole_id(client: Client, text: str) -> UUID:
 
 @app.command()
 def stats(
-    window: Annotated[float, typer.Option(help="Seconds to look back at what became of tasks.")] = 3600,
+    window: Annotated[float, typer.Option(help="How many seconds the statistics of tasks cover.")] = 3600,
     as_json: Json = False,
 ) -> None:
-    """Show how the queues are, and what became of tasks lately."""
+    """Show the state of the queues, and the outcomes of recent tasks."""
     from tasklib import printing
 
     with open_client() as client:
@@ -260,9 +260,9 @@ def doctor(
     as_json: Json = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that all of it may take.")] = DOCTOR_SECONDS,
     skip: Annotated[list[str] | None, typer.Option(help="A check to leave out; may be repeated.")] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Also what reads whole tables.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also run the checks that read whole tables.")] = False,
 ) -> None:
-    """Look at the database as a queue needs it: what is wrong, and what to do about it. Changes nothing.
+    """Check whether the database suits a queue: what is wrong, and what to do about it. Changes nothing.
 
     Exit codes: 0 all is well, 1 a warning, 2 something critical, 3 there is nothing to look at.
     """
@@ -301,7 +301,7 @@ def _ignoring_closed_output() -> Iterator[None]:
         yield
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            typer.echo(f"tasklib: what was found cannot be written: {error.strerror}", err=True)
+            typer.echo(f"tasklib: the findings cannot be written: {error.strerror}", err=True)
         nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what Python flushes when it ends
         os.dup2(nowhere, sys.stdout.fileno())
 

@@ -1,7 +1,7 @@
 """The library's own connections to PostgreSQL.
 
-They never wait longer than their deadline, and they report a commit that the server did not fully confirm. A new one is
-greeted by `meet`, which finds out whether a pooler is in between and makes the settings of the session.
+They never wait longer than their deadline, and they report a commit that the server did not fully confirm. `meet`
+prepares a new connection: it finds out whether a pooler is in between, and applies the settings of the session.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _greeting(
 
 
 def set_local(settings: Mapping[str, str]) -> bytes:
-    """The query that makes the settings for one transaction, as is needed behind a pooler."""
+    """The query that applies the settings to one transaction, which is necessary behind a pooler."""
     given = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(name, value) for name, value in settings.items()]
     return (sql.SQL("select ") + sql.SQL(", ").join(given)).as_bytes(own_adapters())
 
@@ -291,7 +291,7 @@ _STREAMS = frozenset(
 def load_json(data: str | bytes) -> Any:
     """Read any JSON that PostgreSQL stores: one row that Python cannot read must not hide the others of a list.
 
-    A number that no int or float holds becomes a Decimal. What is nested too deeply becomes a note that says so.
+    A number that no int or float can hold becomes a Decimal. A value that is nested too deeply becomes a note about it.
     """
     try:
         return from_json(data)

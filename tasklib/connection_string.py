@@ -14,10 +14,10 @@ from tasklib.errors import InvalidConfig
 if TYPE_CHECKING:
     from tasklib.config import Config
 
-CONNECT_SECONDS = (2, 10)  # libpq accepts no less; we wait no longer for one host
+CONNECT_SECONDS = (2, 10)  # libpq's minimum, and the longest that we wait for one host
 _UNESCAPED_AT = re.compile(r"\w+://[^/?#]*@[^/?#]*@")
-# With these, a peer that vanished is noticed within 30 s; with the system's defaults, after hours. What the user's URL
-# says takes precedence.
+# With these settings, a peer that vanished is noticed within 30 s; with the system's defaults, after hours. The user's
+# URL takes precedence.
 _CONNECTION_DEFAULTS = {
     "application_name": "tasklib",
     "keepalives_idle": "15",

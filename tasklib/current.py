@@ -1,13 +1,13 @@
 """The task that is running here: `tasklib.current_task()` inside a task function.
 
-The task's own values, what the worker wants of it, and the connection whose transaction completes it.
+It has the task's own values, says whether the task should stop, and has the connection whose transaction completes it.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import from_json, to_json
@@ -19,7 +19,6 @@ from tasklib.strict_json import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
     from uuid import UUID
 
     import psycopg
@@ -134,7 +133,7 @@ def is_running_task() -> bool:
 
 
 def enter_task(describe: Callable[[], CurrentTask]) -> None:
-    """In this context, which ends with the task. `describe` is called on demand: most tasks never ask."""
+    """Set the current task of this context, which ends with the task. Most tasks never ask, so `describe` is lazy."""
     _current.set(describe)
 
 

@@ -33,14 +33,13 @@ from tasklib.database_errors import is_connection_lost, is_passing_conflict, may
 from tasklib.errors import CommitUnknown, DatabaseUnavailable
 from tasklib.pools import ProcessPools
 from tasklib.sending import send, send_alone, send_alone_async, send_async
-from tasklib.statements import Statements
+from tasklib.statements import Statement, Statements
 from tasklib.waiting import WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tasklib.config import Config
-    from tasklib.statements import Statement
 
 T = TypeVar("T")
 
@@ -53,9 +52,7 @@ class Database:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._conninfo = connection_string(config)
-        self.waiting_room = WaitingRoom(
-            listen_connection_string(config), Statements(config), config.database_timeout_seconds
-        )
+        self._listen_conninfo = listen_connection_string(config)
         self._is_schema_checked = False
         self._processes: dict[int, _Process] = {}
         weakref.finalize(self, _close_this_process, self._processes)
@@ -95,6 +92,10 @@ class Database:
                     await own.give_back(conn)
             except psycopg.Error as error:
                 await asyncio.sleep(attempt.pause_after(error, own.pool.get_stats()))
+
+    @property
+    def waiting_room(self) -> WaitingRoom:
+        return self._process().waiting_room
 
     def close(self) -> None:
         """Close the sync pool. An async pool closes with its event loop, or by `close_async`."""
@@ -140,13 +141,15 @@ class Database:
 
     def _new_process(self) -> _Process:
         seconds = self._config.database_timeout_seconds
-        return _Process(ProcessPools(self._conninfo, self._config.pool_size, seconds), _SharedCheck())
+        pools = ProcessPools(self._conninfo, self._config.pool_size, seconds)
+        return _Process(pools, WaitingRoom(self._listen_conninfo, Statements(self._config), seconds), _SharedCheck())
 
 
 class _Process(NamedTuple):
     """What a process must not share with the process that forked it."""
 
     pools: ProcessPools
+    waiting_room: WaitingRoom
     schema_check: _SharedCheck
 
 

@@ -1,4 +1,4 @@
-"""What an error of PostgreSQL means: whether it may pass, and which of our errors a user gets for it."""
+"""The meaning of PostgreSQL's errors: whether a retry may help, and which of our errors a user gets."""
 
 from __future__ import annotations
 

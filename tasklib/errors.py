@@ -98,7 +98,7 @@ class TaskExpired(TaskFailed):
 
 
 class TaskBuried(TaskFailed):
-    """The task killed its workers, or was held too long, too often."""
+    """The task killed its workers too often, or was held for too long too often."""
 
 
 def _rebuild(kind: type[TaskFailed], values: dict[str, Any]) -> TaskFailed:

@@ -8,7 +8,7 @@ It imports neither of them: a lifespan is just a function from the application t
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tasklib.application import close_async, init, init_later
@@ -18,7 +18,6 @@ from tasklib.worker import TaskWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
 
 
 def lifespan(

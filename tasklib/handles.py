@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from tasklib.errors import InvalidResult, TaskBuried, TaskCancelled, TaskExpired, TaskFailed, TaskNotFound
@@ -13,8 +13,6 @@ from tasklib.states import State
 
 if TYPE_CHECKING:
     from uuid import UUID
-
-    from pydantic import TypeAdapter
 
     from tasklib.client import AsyncClient, Client
     from tasklib.record import Task

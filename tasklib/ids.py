@@ -44,7 +44,7 @@ class _EarlierTaskId(TaskId):
 
 def _make(value: int, kind: type[TaskId] = TaskId) -> TaskId:
     made = object.__new__(kind)
-    _set_int(made, value)  # UUID forbids to set an attribute
+    _set_int(made, value)  # UUID refuses assignments to its attributes
     return made
 
 

@@ -57,9 +57,6 @@ class Log:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
-    def debug(self, event: str, **values: Any) -> None:
-        self._write(logging.DEBUG, event, values)
-
     def info(self, event: str, **values: Any) -> None:
         self._write(logging.INFO, event, values)
 

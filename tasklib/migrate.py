@@ -37,7 +37,7 @@ from tasklib.errors import (
 from tasklib.sql import folder, in_schema, queries
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Phase = Literal["pre", "post"]
 LOCK_WAIT = "60s"
@@ -45,7 +45,7 @@ TABLE_WAIT = "5s"  # for a table's lock: all later statements on the table wait 
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
 # order: during a rollout, each of two versions would take the other's functions for outdated.
-FUNCTIONS_REVISION = 17
+FUNCTIONS_REVISION = 18
 # PostgreSQL resolves the names in the schema's own expressions when they are created: none must be found in `public`.
 # `local`, for this transaction only, since a pooler may be in between.
 _OWN_PATH: LiteralString = f"set local search_path = {SEARCH_PATH}"
@@ -290,30 +290,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pre", action="store_true", help="only what may run before the new version is rolled out")
     options = parser.parse_args(arguments)
     try:
-        return run_command(check_only=options.check, print_sql=options.sql, pre=options.pre)
+        return run_command(None, sys.stdout.write, check_only=options.check, print_sql=options.sql, pre=options.pre)
     except TasklibError as error:
         print(f"tasklib: {error}", file=sys.stderr)
         return 1
 
 
-def run_command(*, check_only: bool, print_sql: bool, pre: bool) -> int:
+def run_command(
+    config: Config | None, write: Callable[[str], object], *, check_only: bool, print_sql: bool, pre: bool
+) -> int:
+    """The exit code. Without a Config, the environment names the database."""
     phase: Phase | None = "pre" if pre else None
     if print_sql:
-        print(_script_from_environment(phase), end="")
+        write(_script(config, phase))
         return 0
-    config = Config.from_environment()
+    config = config or Config.from_environment()
     if check_only:
         difference = check(config)
-        print(f"schema {config.schema}: waiting: {difference}")
+        write(f"schema {config.schema}: waiting: {difference}\n")
         return 1 if difference.missing or difference.is_outdated else 0
-    print(f"schema {config.schema}: applied: {migrate(config, phase=phase)}")
+    write(f"schema {config.schema}: applied: {migrate(config, phase=phase)}\n")
     return 0
 
 
-def _script_from_environment(phase: Phase | None) -> str:
+def _script(config: Config | None, phase: Phase | None) -> str:
     """For the configured database. For an empty one if none is configured."""
     try:
-        config = Config.from_environment()
+        config = config or Config.from_environment()
     except InvalidConfig:
         return script(Config("", schema=os.environ.get("TASKLIB_SCHEMA", "tasklib")), phase=phase)
     return script(config, check(config), phase=phase)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from tasklib.arguments import encode_untyped
@@ -14,8 +15,6 @@ from tasklib.number import is_number, is_whole_number
 from tasklib.other_queues import SUBMIT, instead_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tasklib.retry import Backoff
 
 OnCrash = Literal["retry", "fail"]
@@ -95,36 +94,27 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _CHECKS[name](value) for name, value in options.items() if value is not None and name in _CHECKS}
 
 
-def check_text(name: str, check: Callable[[str], str]) -> Callable[[Any], str]:
-    def checked(value: Any) -> str:
-        if not isinstance(value, str):
-            raise InvalidOptions(f"{name} must be a string, got {value!r}")
-        return check(value)
-
-    return checked
+def check_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidOptions(f"{name} must be a string, got {value!r}")
+    return value
 
 
-def check_whole(name: str, least: int, most: int = _INT4) -> Callable[[Any], int]:
-    def checked(value: Any) -> int:
-        if not is_whole_number(value, least, most):
-            raise InvalidOptions(f"{name} must be a whole number from {least} to {most}, got {value!r}")
-        return int(value)
-
-    return checked
+def check_whole(name: str, value: Any, least: int, most: int = _INT4) -> int:
+    if not is_whole_number(value, least, most):
+        raise InvalidOptions(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+    return int(value)
 
 
-def check_moment(name: str) -> Callable[[Any], datetime]:
-    def checked(value: Any) -> datetime:
-        if not isinstance(value, datetime) or value.utcoffset() is None:
-            raise InvalidOptions(
-                f"{name} must be a datetime with a time zone, e.g. datetime.now(timezone.utc) + timedelta(hours=1); "
-                f"a naive one would mean another moment on another host. Got {value!r}"
-            )
-        if not FIRST_MOMENT <= value <= LAST_MOMENT:
-            raise InvalidOptions(f"{name} must lie between {FIRST_MOMENT} and {LAST_MOMENT}, got {value!r}")
-        return value.astimezone(UTC)  # JSON has no seconds in an offset
-
-    return checked
+def check_moment(name: str, value: Any) -> datetime:
+    if not isinstance(value, datetime) or value.utcoffset() is None:
+        raise InvalidOptions(
+            f"{name} must be a datetime with a time zone, e.g. datetime.now(timezone.utc) + timedelta(hours=1); "
+            f"a naive one would mean another moment on another host. Got {value!r}"
+        )
+    if not FIRST_MOMENT <= value <= LAST_MOMENT:
+        raise InvalidOptions(f"{name} must lie between {FIRST_MOMENT} and {LAST_MOMENT}, got {value!r}")
+    return value.astimezone(UTC)  # JSON has no seconds in an offset
 
 
 def _check_timeout(value: Any) -> float:
@@ -150,13 +140,10 @@ def _check_tags(tags: Any) -> str:
     return encode_untyped("tags", (), tags, max_bytes=MAX_TAG_BYTES).kwargs
 
 
-def check_flag(name: str) -> Callable[[Any], bool]:
-    def checked(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise InvalidOptions(f"{name} must be True or False, got {value!r}")
-        return value
-
-    return checked
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidOptions(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def _check_on_crash(value: Any) -> str:
@@ -186,7 +173,7 @@ def _check_isolation(isolation: Any, memory_limit_mb: Any) -> None:
         return
     if isolation != "process":
         raise InvalidOptions('memory_limit_mb needs isolation="process": all tasks in a worker share its memory')
-    check_whole("memory_limit_mb", 1)(memory_limit_mb)
+    check_whole("memory_limit_mb", memory_limit_mb, 1)
 
 
 def check_error_code(code: Any) -> str:
@@ -197,15 +184,15 @@ def check_error_code(code: Any) -> str:
 
 # Every option that is stored with the task. `connection` is not: it says where to submit.
 _CHECKS: dict[str, Callable[[Any], Any]] = {
-    "queue": check_text("queue", check_queue),
-    "priority": check_whole("priority", -_INT4),
+    "queue": lambda value: check_queue(check_text("queue", value)),
+    "priority": lambda value: check_whole("priority", value, -_INT4),
     "delay_seconds": _check_delay,
-    "scheduled_at": check_moment("scheduled_at"),
-    "expires_at": check_moment("expires_at"),
-    "max_retries": check_whole("max_retries", 0),
+    "scheduled_at": partial(check_moment, "scheduled_at"),
+    "expires_at": partial(check_moment, "expires_at"),
+    "max_retries": lambda value: check_whole("max_retries", value, 0),
     "timeout_seconds": _check_timeout,
     "tags": _check_tags,
-    "idempotency_key": check_text("idempotency_key", lambda key: check_key(key, "idempotency_key")),
-    "store_result": check_flag("store_result"),
+    "idempotency_key": lambda value: check_key(check_text("idempotency_key", value), "idempotency_key"),
+    "store_result": partial(check_flag, "store_result"),
     "on_crash": _check_on_crash,
 }

@@ -1,8 +1,8 @@
-"""What an execution yielded, and what follows from it.
+"""The outcome of an execution, and what follows from it.
 
-A task function says how it ended by returning, or by what it raises. A runner turns that into an `Outcome`, a value;
-`decide` says what becomes of the task, as a `Settlement`, another value; one guarded statement writes it. There is no
-clock, no chance and no database in here: the same task, outcome and moment always give the same answer.
+A task function ends by returning or by raising. A runner turns that into an `Outcome`, a value. `decide` says what
+becomes of the task, as a `Settlement`, another value. One guarded statement writes it. There is no clock, no chance and
+no database in here: the same task, outcome and moment always give the same answer.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, assert_never
+from uuid import UUID  # noqa: TC003 - pydantic reads the types of HeldTask
 
 from tasklib.errors import InvalidOptions
 from tasklib.ranges import YEAR_SECONDS
-from tasklib.retry import Exponential, delay_seconds
+from tasklib.retry import Backoff, Exponential, delay_seconds
 from tasklib.states import State
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
-    from tasklib.retry import Backoff
+    from tasklib.config import Config
 
 # --- What a task function may raise ----------------------------------------------------------------------------------
 
 
 class TaskSignal(Exception):
-    """What a task function raises to say what shall become of its task."""
+    """Raised by a task function to decide what becomes of its task."""
 
 
 class Retry(TaskSignal):
@@ -133,9 +132,9 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Given back at no cost: never started, or stopped because its worker stops. `began` counts as an attempt, since
-    the task may be marked as running; `ran` is false if none of its lines was executed even so. `may_repeat` is false
-    if the next run cannot end in the same way for the same reason.
+    """The task is given back at no cost: it was never started, or it was stopped because its worker stops. `began`: the
+    run counts as an attempt, since the task may be marked as running. `ran` is false if none of its lines was executed
+    even so. `may_repeat` is false if the next run cannot end in the same way for the same reason.
     """
 
     began: bool
@@ -160,12 +159,12 @@ def is_told_by_worker(failed_reason: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """Its worker died, or its own process did (`alone`), or its lock passed, under it."""
+    """Its worker died, or its own process died (`alone`), or its lock passed while it was held."""
 
     reason: str
     worker_is_alive: bool = False
-    alone: bool = False  # it has begun, and nothing else can be guilty
-    is_isolated: bool = False  # and it always runs in a process of its own: it needs no empty worker
+    alone: bool = False  # it had begun, and no other task can be guilty
+    is_isolated: bool = False  # it always runs in a process of its own, so it needs no empty worker
 
 
 _Unfinished: TypeAlias = Failed | TimedOut | Snoozed | Cancelled | Interrupted | Expired | Crashed
@@ -176,8 +175,8 @@ AttemptOutcome = Literal[
 ]
 
 
-MOST_FREE_RUNS = 10  # that an unreachable database may cause; after that it counts as the task's own fault
-PROMPT_FREE_RUNS = 3  # without a pause before the next
+MOST_FREE_RUNS = 10  # that an unreachable database may cause; after these, the fault counts as the task's own
+PROMPT_FREE_RUNS = 3  # that begin without a pause
 LONGEST_DELAY_SECONDS = 30.0  # between free runs
 
 
@@ -185,7 +184,7 @@ LONGEST_DELAY_SECONDS = 30.0  # between free runs
 
 
 class HeldTask(NamedTuple):
-    """What is known of a task that a worker holds. Columns in the order of the statements that return them."""
+    """A task that a worker holds. The fields are in the order of the columns that the statements return."""
 
     id: UUID
     name: str
@@ -209,11 +208,20 @@ class HeldTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the task function and the configuration say about retries and burials."""
+    """The rules for retries and burials, from the task function and the configuration."""
 
     backoff: Backoff = field(default_factory=Exponential)
     bury_after: int = 3
     timeout_delta_seconds: float = 10.0
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        """For task functions that have no backoff of their own."""
+        backoff = Exponential(
+            config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
+            config.retry_jitter,
+        )  # fmt: skip
+        return cls(backoff, config.bury_after, config.timeout_delta_seconds)
 
 
 class Settlement(NamedTuple):
@@ -302,8 +310,8 @@ def _failed(
 
 
 def _interrupted(task: HeldTask, interruption: Interrupted, now: datetime) -> Settlement:
-    """At no cost. But a task that must not run twice does not, once it has begun. A task that has had many free runs
-    may cause them itself: it waits before it runs again.
+    """The task runs again at no cost. A task that must not run twice fails instead, once it has begun. A task that has
+    had many free runs may cause them itself: it waits before it runs again.
     """
     began, reason = interruption.began, interruption.reason
     if began and interruption.ran and task.on_crash == "fail":
@@ -324,19 +332,21 @@ def has_free_runs(task: HeldTask) -> bool:
 
 
 def delay_of_free_run(task: HeldTask, prompt_runs: int = 0) -> float:
-    """The first `prompt_runs` come at once; after that each waits twice as long as the one before."""
+    """The first `prompt_runs` begin at once. After that, each waits twice as long as the one before."""
     often = free_runs(task) - prompt_runs
     return min(2.0 ** min(often, 10), LONGEST_DELAY_SECONDS) if often >= 0 else 0.0
 
 
 def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Settlement:
-    """Find the guilty task. A task that was executing is a suspect, and runs alone the next time. Only a death while
-    alone, or being held past its time, is a strike. A task that may never have begun had no attempt. It becomes a
-    suspect at the second crash only: a worker holds hundreds of tasks that it has not begun, and to run all of them
-    alone would take longer than the crash. A task that died alone, in a process of its own, is guilty; if it always has
-    such a process, it needs no empty worker the next time.
+    """Find the guilty task.
 
-    A task with on_crash="fail" is marked as running before its first line: without the mark, it had not begun.
+    A task that was executing becomes a suspect, and runs alone the next time. A crash is a strike only if the task was
+    alone, or was held past its time. A task that died in a process of its own was alone. If it always has such a
+    process, it needs no empty worker the next time.
+
+    A task that may never have begun had no attempt. It becomes a suspect only at its second crash: a worker holds
+    hundreds of tasks that it has not begun, and to run all of them alone would take longer than the crash. A task with
+    on_crash="fail" is marked as running before its first line: without the mark, it had not begun.
     """
     reason, began = crash.reason, crash.alone or task.state == State.RUNNING
     if not began and task.on_crash == "fail":
@@ -360,8 +370,8 @@ def _crashed(task: HeldTask, crash: Crashed, now: datetime, rules: Rules) -> Set
 
 
 def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
-    """Longer than its timeout, and the delta that allows for everything around it. Compares seconds: the moment itself
-    may lie beyond the calendar.
+    """Whether it was held for longer than its timeout and the delta, which allows for everything around it. Compares
+    seconds, because the moment itself may lie beyond the calendar.
     """
     if task.timeout_seconds is None:
         return False
@@ -370,8 +380,8 @@ def _is_held_too_long(task: HeldTask, now: datetime, rules: Rules) -> bool:
 
 
 def _chance(task: HeldTask) -> float:
-    """From the id and the count of retries: different for each retry, but no random number in a pure function. All bits
-    of the id are mixed, because ids of one batch differ in a few bits only.
+    """A number from 0 to 1 that differs for each retry. A pure function draws no random number, so it is made from the
+    id and the count of retries. All bits of the id are mixed, because ids of one batch differ in a few bits only.
     """
     mixed = (task.id.int + task.retry_count + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128
     return (mixed >> 64) / 2**64

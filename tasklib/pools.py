@@ -81,8 +81,8 @@ class LoopPool:
     """An async pool that closes with its event loop, even if the application never closes it.
 
     asyncio ends a loop's async generators last of all, so the `finally` of `_open_until_closed` runs when the loop
-    ends. Until then `_kept` refers to the pool: the garbage collector would otherwise remove the pool's own tasks with
-    it, and leave its connections open.
+    ends. Until then `_kept` refers to the pool. Otherwise the garbage collector could remove the pool together with its
+    own tasks, and leave its connections open.
     """
 
     _kept: ClassVar[dict[LoopPool, asyncio.AbstractEventLoop]] = {}

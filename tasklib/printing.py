@@ -1,4 +1,4 @@
-"""What the command line prints for people.
+"""Prints the answers of the command line for people.
 
 On a terminal, tables fit its width. In a pipe, each row is one line, however long, so that `grep` and `cut` find all of
 it. Control characters in stored text are printed as escapes.
@@ -15,7 +15,7 @@ import typer
 from pydantic_core import to_json
 
 from tasklib.log import printable
-from tasklib.record import is_failed, is_retrying
+from tasklib.record import Attempt, Task, is_failed, is_retrying
 from tasklib.states import State
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tasklib.doctor import Finding, Severity
     from tasklib.queues import Queue
-    from tasklib.record import Attempt, Task
     from tasklib.statistics import QueueStatistics, TaskStatistics
 
 ID_CHARACTERS = 36

@@ -6,13 +6,10 @@ Every setting has both ends, so that a value that cannot work is refused at once
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import core_schema
-
-if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
 
 DAY_SECONDS = 86_400.0
 YEAR_SECONDS = 365 * DAY_SECONDS

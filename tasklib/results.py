@@ -1,11 +1,11 @@
 """A task's result: from a function's return type to JSON text and back.
 
-The invariant: what `encode` accepts comes back equal from `validate_json`, also after a stay in a jsonb column. A type
-whose values cannot come back is refused when the function is registered. A single value that would not come back (NUL
-in a string, an instance of a subclass) is refused by `encode`: the worker then stores what it can, with a note, and
-`result()` raises instead of returning a changed value.
+Invariant: a value that `encode` accepts comes back equal from `validate_json`, even after it was stored in a jsonb
+column. A type whose values cannot come back is refused when the function is registered. A single value that would not
+come back (NUL in a string, an instance of a subclass) is refused by `encode`: the worker then stores what it can, with
+a note, and `result()` raises instead of returning a changed value.
 
-There is no such promise for `Any`, and for a function without a return annotation: the result is the JSON value.
+There is no such promise for `Any`, nor for a function without a return annotation: their results are JSON values.
 
 The types are those of arguments. There are differences, since a result is written and read by this library alone: a
 model's fields are stored by name where its aliases for reading and writing differ, and bytes are always base64.
@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Never, NoReturn, TypeAlias, cast, get_args, get_origin
+from typing import Annotated, Any, Never, NoReturn, TypeAlias, cast, get_args, get_origin
 from uuid import UUID
 
 from pydantic import (
@@ -36,9 +36,6 @@ from pydantic_core import PydanticSerializationError, SchemaError, SchemaSeriali
 from tasklib.arguments import UnresolvedAnnotation, globals_of, is_plain, is_same, resolved, unresolved_signature
 from tasklib.errors import InvalidResult, InvalidTaskDefinition
 from tasklib.strict_json import check_limits, stable_numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 Node: TypeAlias = dict[str, Any]  # of a pydantic core schema
 
@@ -308,7 +305,7 @@ def _mixed_up_keys(keys: Node) -> Iterator[str]:
 
 
 def _members(choices: Iterable[Node]) -> list[object]:
-    """Of enumerations: each member, and its value."""
+    """Each member of the enumerations among these types, and its value."""
     found = [member for each in choices for node in _nodes(each) for member in node.get("members", ())]
     return found + [member.value for member in found]
 
@@ -334,7 +331,7 @@ def _changed_samples(schema: Node, samples: Iterable[object]) -> Iterator[str]:
 
 @functools.cache
 def _plain_samples() -> tuple[Any, ...]:
-    """Of each type that is written as text or as a number, and text that looks like each."""
+    """A value of each type that is written as text or as a number, and text that looks like each of them."""
     from ipaddress import IPv4Address  # noqa: PLC0415 - imported only where a function returns a choice of types
     from pathlib import Path  # noqa: PLC0415 - as above
 

@@ -16,7 +16,14 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
-from tasklib.connection import OWN_SETTINGS, Prepared, set_local, with_own_adapters
+from tasklib.connection import (
+    OWN_SETTINGS,
+    BoundedAsyncConnection,
+    BoundedConnection,
+    Prepared,
+    set_local,
+    with_own_adapters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,11 +31,10 @@ if TYPE_CHECKING:
     from psycopg.abc import PQGen
     from psycopg.pq.abc import PGresult
 
-    from tasklib.connection import BoundedAsyncConnection, BoundedConnection
     from tasklib.statements import Row, Statement
 
 T = TypeVar("T")
-_OUTDATED = frozenset({"26000", "0A000"})  # it was deallocated; its rows have other types now
+_OUTDATED = frozenset({"26000", "0A000"})  # a prepared statement was deallocated; its rows have other types now
 
 
 def send(conn: psycopg.Connection[Any], statements: Sequence[Statement[T]]) -> list[T]:
@@ -82,9 +88,9 @@ def _own_settings_for_once() -> bytes:
 
 
 def _by_hand(conn: BoundedConnection | BoundedAsyncConnection, statement: Statement[T]) -> PQGen[T]:
-    """Without psycopg's cursors. For each execution they find out what is known beforehand here: the types, the plan,
-    that one set of rows comes. That took two thirds of the client's time for a submit, and for a claim of one task.
-    psycopg still waits, cancels and reads the rows.
+    """Send it without psycopg's cursors. For each execution they find out what is known here beforehand: the types, the
+    plan, and that there is one set of rows. That took two thirds of the client's time for a submit, and for a claim of
+    one task. psycopg still waits, cancels and reads the rows.
     """
     if conn.prepared is None or conn.prepared.sql != statement.sql:
         yield from _prepare(conn, statement.sql)

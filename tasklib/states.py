@@ -16,7 +16,7 @@ class State(StrEnum):
     FAILED = "failed"  # with next_retry_at: waits for its next attempt; with completed_at: gave up
     CANCELLED = "cancelled"
     EXPIRED = "expired"  # not started before its expires_at
-    BURIED = "buried"  # killed its workers, or was held too long, too often; kept for a person
+    BURIED = "buried"  # killed its workers too often, or was held for too long too often; kept for a person
 
 
 LEASED = frozenset({State.CLAIMED, State.RUNNING})

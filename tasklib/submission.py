@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class ResolvedOptions:
     """The options of a submit, with the task function's defaults filled in.
 
-    Many tasks share one object: it is checked once, and written as JSON once a batch. None means the Config's value;
-    for `on_crash`, that of the function in the worker. If the function is not known here, None of any option means the
-    value that the workers with that function use.
+    Many tasks share one object: it is checked once, and written as JSON once a batch. None means the value of the
+    Config, and for `on_crash` that of the function in the worker. If the function is not known here, None always means
+    the value that the workers with that function use.
     """
 
     knows_function: bool

@@ -17,7 +17,7 @@ from tasklib.names import check_task_name
 from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, Isolation, OnCrash, SubmitOptions, TaskOptions
 from tasklib.other_queues import ATTRIBUTES, DEFINITION, instead_of
 from tasklib.registry import default_registry
-from tasklib.results import result_schema
+from tasklib.results import ResultSchema, result_schema
 from tasklib.submission import NewTask, new_task, terms_of
 from tasklib.unawaited import log_if_unawaited
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.ids import TaskId
-    from tasklib.results import ResultSchema
     from tasklib.retry import Backoff
 
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""For the tests of applications: a test runs the queue of a test database, looks at it, and moves it in time.
+"""For the tests of applications: a test runs the tasks of a test database, inspects them, and moves them in time.
 
 Nothing is faked: arguments go through the real encoding, tasks through PostgreSQL and a real worker. This module works
 with any test framework; pytest finds the fixtures in `tasklib_pytest` by itself.

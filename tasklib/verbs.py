@@ -24,9 +24,9 @@ from tasklib.config import Config
 from tasklib.database import Database
 from tasklib.errors import InvalidConfig
 from tasklib.handles import Handle
-from tasklib.queue_options import UNCHANGED
-from tasklib.statements import QueueStatements, Statement, Statements
-from tasklib.statistics import StatisticsStatements
+from tasklib.queue_options import UNCHANGED, Unchanged
+from tasklib.statements import ListFilters, QueueStatements, Statement, Statements
+from tasklib.statistics import QueueStatistics, StatisticsStatements, TaskStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.client import AsyncClient, Client
-    from tasklib.queue_options import Unchanged
     from tasklib.queues import ClusterPolicy, Queue, Transition
     from tasklib.record import Attempt, Task
-    from tasklib.statements import ListFilters
-    from tasklib.statistics import QueueStatistics, TaskStatistics
     from tasklib.task import TaskFunction
     from tasklib.unfinished import Unfinished
 

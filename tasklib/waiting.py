@@ -8,10 +8,9 @@ received, so it looks more often.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import socket
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import psycopg
@@ -42,47 +41,23 @@ LOOK_SHARE = 10  # looking takes at most a tenth of the time
 Deliver: TypeAlias = "Callable[[UUID, Task | Exception], None]"
 
 
-class WaitingRoom:
-    """All waits of one configuration. Safe to keep across a fork."""
-
-    def __init__(self, conninfo: str, statements: Statements, timeout_seconds: float) -> None:
-        self._make = functools.partial(_Room, conninfo, statements, timeout_seconds)
-        self._processes: dict[int, _Room] = {}
-
-    def enter(self, task_ids: Iterable[UUID], deliver: Deliver) -> _Ticket:
-        """`deliver` is called once for each id, in another thread, until the ticket's `leave` is called."""
-        return self._room().enter(task_ids, deliver)
-
-    def close(self) -> None:
-        if os.getpid() in self._processes:
-            self._room().close()
-
-    def _room(self) -> _Room:
-        pid = os.getpid()  # a thread does not survive a fork
-        return self._processes.get(pid) or self._processes.setdefault(pid, self._make())
-
-
-class _Ticket:
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
     """One caller that waits for some tasks."""
 
-    __slots__ = ("_room", "deliver", "task_ids")
-
-    def __init__(self, room: _Room, task_ids: frozenset[UUID], deliver: Deliver) -> None:
-        self._room = room
-        self.task_ids = task_ids
-        self.deliver = deliver
-
-    def leave(self) -> None:
-        self._room.leave(self)
+    task_ids: frozenset[UUID]
+    deliver: Deliver
 
 
-class _Room:
+class WaitingRoom:
+    """All waits of one configuration in this process. Its thread does not survive a fork."""
+
     def __init__(self, conninfo: str, statements: Statements, timeout_seconds: float) -> None:
         self._conninfo = conninfo
         self._statements = statements
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._tickets: dict[UUID, set[_Ticket]] = {}
+        self._tickets: dict[UUID, set[Ticket]] = {}
         self._seen_at: dict[UUID, float] = {}  # in the table; or it was first waited for then
         self._look_at_once: set[UUID] = set()
         self._thread: threading.Thread | None = None
@@ -94,8 +69,9 @@ class _Room:
 
     # --- the callers' side ---
 
-    def enter(self, task_ids: Iterable[UUID], deliver: Deliver) -> _Ticket:
-        ticket = _Ticket(self, frozenset(task_ids), deliver)
+    def enter(self, task_ids: Iterable[UUID], deliver: Deliver) -> Ticket:
+        """`deliver` is called once for each id, in another thread, until `leave` is called with the ticket."""
+        ticket = Ticket(frozenset(task_ids), deliver)
         with self._lock:
             self._is_closing = False
             now = time.monotonic()
@@ -108,7 +84,7 @@ class _Room:
             self._wake()
         return ticket
 
-    def leave(self, ticket: _Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
         with self._lock:
             for task_id in ticket.task_ids:
                 self._remove(task_id, {ticket})
@@ -123,7 +99,7 @@ class _Room:
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._timeout_seconds)
 
-    def _remove(self, task_id: UUID, gone: set[_Ticket]) -> None:
+    def _remove(self, task_id: UUID, gone: set[Ticket]) -> None:
         left = self._tickets.get(task_id, set()) - gone
         if left:
             self._tickets[task_id] = left
@@ -201,7 +177,7 @@ class _Room:
         if self._is_heard:
             conn.execute("set enable_seqscan = off")  # a plan that was made for an empty table is kept for long
             notifications.listen(["task_done"])
-            send_alone(conn, self._statements.say_that_somebody_waits())
+            send_alone(conn, self._statements.announce_waiting())
         # Commits that began before the lock was held have sent no notification: look again soon.
         self._pause, self._look_at = FIRST_LOOK_SECONDS, 0.0
         return notifications
@@ -230,7 +206,7 @@ class _Room:
             self._look_at_once |= done & self._tickets.keys()
 
     def _look(self, conn: BoundedConnection) -> None:
-        """Looks at new tasks and at those said to be done at once, and at all of them now and then."""
+        """Look at new tasks and at those that notifications name, at once; and at all of them now and then."""
         began = time.monotonic()
         is_round = began >= self._look_at
         with self._lock:

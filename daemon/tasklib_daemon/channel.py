@@ -12,10 +12,7 @@ import select
 import socket
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing import Self
+from typing import Any, Self
 
 Message = dict[str, Any]
 

@@ -74,7 +74,7 @@ def _prepare(setup: ChildSetup, close_inherited: Iterable[Callable[[], None]]) -
     linux.name_process(f"tasklibd-{setup.slot.role}")
     os.environ[MARK_VARIABLE] = setup.mark
     logs.configure(setup.settings, _process_name(setup.slot))
-    signal.signal(signal.SIGUSR1, _reopen_logs)
+    signal.signal(signal.SIGUSR1, lambda *_: logs.reopen())
     signals.unblock()
 
 
@@ -123,10 +123,6 @@ def _reseed() -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # preloaded
         numpy.random.seed()
-
-
-def _reopen_logs(_signum: int, _frame: object) -> None:
-    logs.reopen()
 
 
 def _detach_input() -> None:

@@ -15,8 +15,8 @@ from tasklib_daemon import linux
 from tasklib_daemon.counters import Counters
 from tasklib_daemon.guardian import kill_group
 from tasklib_daemon.logs import log
-from tasklib_daemon.plan import ChildView, Overdue, Stage
-from tasklib_daemon.scoreboard import BOOTED, DRAIN, INTERRUPT
+from tasklib_daemon.plan import Cause, ChildView, Overdue, Role, Slot, Stage
+from tasklib_daemon.scoreboard import BOOTED, DRAIN, INTERRUPT, Scoreboard, ScoreboardView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from tasklib_daemon.channel import Channel
     from tasklib_daemon.exit_codes import Exit
-    from tasklib_daemon.plan import Cause, Role, Slot
-    from tasklib_daemon.scoreboard import Scoreboard, ScoreboardView
     from tasklib_daemon.stacks import Stacks
     from tasklib_daemon.status import ChildState, ChildStatus
 

@@ -13,14 +13,14 @@ import select
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tasklib_daemon import child_main, scoreboard, signals
-from tasklib_daemon.channel import Channel
+from tasklib_daemon.channel import Channel, Message
 from tasklib_daemon.child_process import ChildProcess, how_it_ended, reap
 from tasklib_daemon.guardian import Guardian, kill_group
 from tasklib_daemon.logs import log
-from tasklib_daemon.plan import Pauses, is_crash_loop
+from tasklib_daemon.plan import Pauses, Role, Slot, is_crash_loop
 from tasklib_daemon.scoreboard import Scoreboard
 from tasklib_daemon.stacks import Stacks
 
@@ -28,20 +28,12 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Iterable, Iterator
 
-    from tasklib_daemon.channel import Message
-    from tasklib_daemon.plan import Role, Slot
+    from tasklib_daemon.control import ControlServer
     from tasklib_daemon.settings import Restart, Settings
+    from tasklib_daemon.signals import Signals
 
 GUARD_SECONDS = 1.0  # before a dead guardian is replaced
 SPAWN_AGAIN_SECONDS = 1.0  # after a fork that failed
-
-
-class Input(Protocol):
-    """A file that the supervisor polls, and that no child may keep open."""
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +69,7 @@ class Children:
         self._histories: dict[Slot, SlotHistory] = {}
         self._guardian = Guardian(self._mark)
         self._guard_at = math.inf
-        self.inputs: list[Input] = []  # the supervisor's own
+        self.inputs: list[ControlServer | Signals] = []  # the supervisor polls them, and no child may keep them open
 
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter([*self._by_id.values()])

@@ -17,11 +17,10 @@ import typer
 from tasklib_daemon import control
 from tasklib_daemon.exit_codes import Exit, ExitCode, exit_for
 from tasklib_daemon.redaction import redactor
-from tasklib_daemon.status import describe
+from tasklib_daemon.status import Status, describe
 
 if TYPE_CHECKING:
     from tasklib_daemon.settings import Settings
-    from tasklib_daemon.status import Status
 
 app = typer.Typer(
     name="tasklibd",
@@ -86,10 +85,11 @@ def run_daemon(
     """Run workers, keeper and web until SIGTERM."""
     options = locals()
     settings = _settings(options)
-    from tasklib_daemon import logs, supervisor  # noqa: PLC0415 - the other commands start quickly without it
+    from tasklib_daemon import logs  # noqa: PLC0415 - the other commands start quickly without it
+    from tasklib_daemon.supervisor import Supervisor  # noqa: PLC0415 - as above
 
     logs.configure(settings)
-    raise typer.Exit(supervisor.run(settings, reload=lambda: _settings(options)))
+    raise typer.Exit(Supervisor(settings, reload=lambda: _settings(options)).run())
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """The control socket: an operator on the host asks a running daemon for its status, or to change something.
 
-Each connection carries one request and one answer, each a line of JSON. Only root and the daemon's own user are
-answered: the mode of the file says so, and the kernel names the user at the other end. The server is part of the
+Each connection carries one request and one answer, each a line of JSON. Only root and the daemon's own user get an
+answer: the mode of the file keeps others out, and the kernel names the user at the other end. The server is part of the
 supervisor's loop, so nothing here waits. Imports only the standard library, so that the commands start quickly.
 """
 

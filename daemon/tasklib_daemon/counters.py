@@ -13,14 +13,13 @@ import threading
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from tasklib.runtime.metrics import WorkerMetrics, merge
+from tasklib.runtime.metrics import Amounts, Key, Process, WorkerMetrics, merge
 from tasklib_daemon.metrics import BY_WORD, Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tasklib.outcomes import HeldTask, Settlement
-    from tasklib.runtime.metrics import Amounts, Key, Process
     from tasklib_daemon.scoreboard import Scoreboard, ScoreboardView
 
 # Enough for all names within the bounds, at their longest. What has no room is not counted, not even as `other`.

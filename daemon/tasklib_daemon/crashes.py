@@ -2,44 +2,53 @@
 only waited in its buffer are given back without a charge.
 
 The supervisor has seen the death, and the scoreboard shows which tasks executed. So no lease has to run out. A claim
-that was in flight may still commit after the death. So the worker's backends are terminated first, and the tasks are
-swept again after one and after five seconds. Every write is guarded: a reaper that comes first, or a report that comes
-twice, does no harm.
+that was under way may still commit after the death. So the worker's backends are terminated first, and its tasks are
+looked for again after one and after five seconds. Every write is guarded: a reaper that comes first, or a report that
+comes twice, does no harm.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import psycopg
+import pydantic.dataclasses
 from psycopg import conninfo
+from pydantic_core import to_jsonable_python
 
 from tasklib.connection_string import connection_string
 from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Cancelled, Crashed, Interrupted, Problem, Rules, TimedOut, decide, is_told_by_worker
-from tasklib.retry import Exponential
+from tasklib.outcomes import (
+    Cancelled,
+    Crashed,
+    HeldTask,
+    Interrupted,
+    Outcome,
+    Problem,
+    Rules,
+    TimedOut,
+    decide,
+    is_told_by_worker,
+)
 from tasklib.runtime.bad_rows import first_line
 from tasklib.runtime.metrics import SECONDS, WorkerMetrics, histogram
 from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
 from tasklib.states import State
+from tasklib_daemon.plan import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
 
     from tasklib.config import Config
     from tasklib.duties.statements import KeeperStatements
-    from tasklib.outcomes import HeldTask, Outcome
     from tasklib.runtime.session import Session
     from tasklib.statements import WorkerStatements
-    from tasklib_daemon.plan import Cause
 
 SWEEPS_AGAIN_SECONDS = (1.0, 5.0)  # after the first
 BACKENDS_SECONDS = 2.0  # how long their end is waited for
@@ -63,7 +72,7 @@ class Done(NamedTuple):
     token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CrashReport:
     """What the supervisor knows of a dead worker, from `waitpid` and from its scoreboard."""
 
@@ -81,38 +90,9 @@ class CrashReport:
     died: float = field(default_factory=time.monotonic)
     is_counted: bool = False  # the outcomes that it had written are in its counters
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a message."""
-        return {
-            "worker_id": self.worker_id,
-            "name": self.name,
-            "hostname": self.hostname,
-            "pid": self.pid,
-            "slot": self.slot,
-            "how": self.how,
-            "cause": self.cause,
-            "guilty": None if self.guilty is None else str(self.guilty),
-            "executing": [[str(each.task_id), each.token, each.seconds] for each in self.executing],
-            "done": [[str(each.task_id), each.token] for each in self.done],
-            "backends": list(self.backends),
-            "is_counted": self.is_counted,
-            "died": self.died,
-        }
-
-    @classmethod
-    def from_json(cls, given: dict[str, Any] | str) -> CrashReport:
-        values = dict(json.loads(given) if isinstance(given, str) else given)
-        guilty = values.pop("guilty", None)
-        executing = tuple(Executing(UUID(id_), token, seconds) for id_, token, seconds in values.pop("executing", ()))
-        done = tuple(Done(UUID(id_), token) for id_, token in values.pop("done", ()))
-        backends = tuple(values.pop("backends", ()))
-        return cls(
-            **values,
-            guilty=None if guilty is None else UUID(guilty),
-            executing=executing,
-            done=done,
-            backends=backends,
-        )
+    def to_message(self) -> dict[str, Any]:
+        """As plain values, from which pydantic makes an equal report: `CrashReport(**message)`."""
+        return dict(to_jsonable_python(self))
 
 
 # --- what becomes of each task: pure ---
@@ -220,13 +200,7 @@ class Recoveries:
         self._settling = RecoveryWriter(session, statements, self._metrics)
         self._on_recovered = on_recovered
         self._application_name = _application_name(config)
-        self._rules = Rules(
-            Exponential(
-                config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
-                config.retry_jitter,
-            ),
-            config.bury_after, config.timeout_delta_seconds,
-        )  # fmt: skip
+        self._rules = Rules.of(config)
         self._new: queue.SimpleQueue[CrashReport] = queue.SimpleQueue()
         self._cases: list[_Case] = []
 
@@ -284,8 +258,9 @@ class Recoveries:
         if not report.backends or self._session.is_pooled:
             return
         until, pause = time.monotonic() + BACKENDS_SECONDS, 0.002
+        name, terminate = self._application_name, self._statements.terminate
         try:
-            while left := self._session.run(self._terminate(report)):
+            while left := self._session.run(terminate(report.backends, name, _seconds_since(report))):
                 if time.monotonic() > until:
                     log.warning("backends.left", worker_id=report.worker_id, pids=left)
                     return
@@ -293,9 +268,6 @@ class Recoveries:
                 pause = min(pause * 2, 0.05)
         except psycopg.errors.InsufficientPrivilege as error:
             log.warning("backends.left", worker_id=report.worker_id, error=str(error).partition("\n")[0])
-
-    def _terminate(self, report: CrashReport) -> Any:
-        return self._statements.terminate(report.backends, self._application_name, _seconds_since(report))
 
     def _settle(self, case: _Case) -> None:
         report = case.report

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from tasklib.log import log
-from tasklib.statistics import MOST_COUNTED, QueueStatistics, StatisticsStatements
+from tasklib.statistics import MOST_COUNTED, Cluster, QueueStatistics, StatisticsStatements, Table
 from tasklib_daemon import metrics
-from tasklib_daemon.metrics import MOST_NAMES, OTHER
+from tasklib_daemon.metrics import MOST_NAMES, OTHER, Metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tasklib.config import Config
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.session import Session
-    from tasklib.statistics import Cluster, Table
-    from tasklib_daemon.metrics import Metric
 
 Sample = tuple[str, list[str], float]  # a metric's name, its labels, its value
 

@@ -8,15 +8,13 @@ import os
 import select
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tasklib.registry import default_registry
 from tasklib_daemon import preload
 from tasklib_daemon.exit_codes import Exit, ExitCode, exit_for
 
 if TYPE_CHECKING:
-    from typing import NoReturn
-
     from tasklib_daemon.settings import Settings
 
 

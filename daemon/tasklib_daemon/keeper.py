@@ -18,25 +18,25 @@ import socket
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from tasklib.budget import daemon_budget
 from tasklib.database import Database
-from tasklib.duties.duty_list import DutyList, DutyOptions
+from tasklib.duties.duty_list import Duty, DutyList, DutyOptions
 from tasklib.duties.janitor import DAY_SECONDS, Retention
 from tasklib.duties.runner import DutyRunner
 from tasklib.duties.snapshots import ClaimSettings, Snapshots, WorkerState
 from tasklib.duties.statements import KeeperStatements
 from tasklib.errors import DatabaseUnavailable, TasklibError
 from tasklib.log import log
-from tasklib.runtime.loop import Loop
+from tasklib.runtime.loop import Loop, Service
 from tasklib.runtime.metrics import Counts, WorkerMetrics
 from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
 from tasklib.worker.claimer import CLAIM_LIMIT
 from tasklib.worker.listener import Listener
 from tasklib_daemon import gauges
-from tasklib_daemon.counters import CounterMetrics, from_json
+from tasklib_daemon.counters import CounterMetrics, Counters, from_json
 from tasklib_daemon.crashes import CrashReport, Recoveries
 from tasklib_daemon.election import Election, WhenElected
 from tasklib_daemon.gauges import Gauges
@@ -45,12 +45,8 @@ from tasklib_daemon.wake import WakeSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
-    from tasklib.duties.duty_list import Duty
-    from tasklib.runtime.loop import Service
     from tasklib_daemon.channel import Channel
-    from tasklib_daemon.counters import Counters
     from tasklib_daemon.settings import Settings
 
 Message = dict[str, Any]
@@ -83,7 +79,7 @@ def run(settings: Settings, channel: Channel, counters: Counters | None = None) 
             keeper.receive(channel.receive(0))
         keeper.receive(channel.receive(0))  # the last statistics
         until = time.monotonic() + DRAIN_SECONDS
-        while keeper.is_recovering and not (signals.take() or channel.is_closed) and time.monotonic() < until:
+        while keeper.recoveries.is_waiting and not (signals.take() or channel.is_closed) and time.monotonic() < until:
             keeper.receive(channel.receive(0.02))
 
 
@@ -190,10 +186,6 @@ class Keeper:
             loop.start()
         log.info("keeper.started")
 
-    @property
-    def is_recovering(self) -> bool:
-        return self.recoveries.is_waiting
-
     def close(self) -> None:
         self._schema_loop.stop()  # first, because it starts the others
         self._schema_loop.join(STOP_SECONDS)
@@ -216,14 +208,8 @@ class Keeper:
         if role == "listen":
             self._wake_sender.close()
         if role == "history":
-            self._write_last_statistics()
+            self._duties.rollups.write_last()
         self._sessions[role].close()
-
-    def _write_last_statistics(self) -> None:
-        try:
-            self._duties.rollups.run_once()
-        except Exception as error:  # noqa: BLE001 - then the statistics lack the last seconds
-            log.warning("statistics.lost", error=str(error).partition("\n")[0])
 
     # --- messages from the supervisor ---
 
@@ -237,7 +223,7 @@ class Keeper:
     def _handle(self, message: Message) -> None:
         match message["say"]:
             case "died":
-                self.recoveries.add(CrashReport.from_json(message["report"]))
+                self.recoveries.add(CrashReport(**message["report"]))
                 self._loops["crashes"].wake()
             case "workers":
                 self._workers.take(message["workers"])

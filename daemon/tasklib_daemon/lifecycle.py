@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tasklib_daemon.exit_codes import ExitCode
+from tasklib_daemon.exit_codes import Exit, ExitCode
 from tasklib_daemon.logs import log
 from tasklib_daemon.plan import Shutdown
 
 if TYPE_CHECKING:
-    from tasklib_daemon.exit_codes import Exit
     from tasklib_daemon.sdnotify import Phase
     from tasklib_daemon.status import DaemonState
 

@@ -1,4 +1,4 @@
-"""System calls that only Linux has. On other systems each of these functions does nothing, and returns so."""
+"""System calls that only Linux has. On other systems these functions do nothing, and their answers say so."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _cluster(name: str, help_text: str, *labels: str, unit: str = "") -> Metric:
 CLAIMED = _counted(
     "tasks_claimed", "claimed",
     "Tasks taken from the queues, by how they were found: by a notification, by the poll, because their time had come "
-    "(due), or as more of what was there (backlog).",
+    "(due), or because more tasks waited (backlog).",
     "queue", "found", values=get_args(Found),
 )  # fmt: skip
 STARTED = _counted("tasks_started", "started", "Attempts that began.")
@@ -115,7 +115,7 @@ DURATION = _counted(
     "task_duration_seconds", "duration", "How long attempts took.", "task", "queue", buckets=SECONDS, unit="seconds"
 )
 WAIT = _counted(
-    "queue_wait_seconds", "wait", "From when a task could run until a worker took it, of first attempts.",
+    "queue_wait_seconds", "wait", "Time from when a task was ready until a worker claimed it, for first attempts.",
     "task", "queue", buckets=SECONDS, unit="seconds",
 )  # fmt: skip
 
@@ -132,10 +132,7 @@ FINISH_SECONDS = _counted(
 )  # fmt: skip
 FINISH_BATCH = _counted("finish_batch_tasks", "finish_batch", "Outcomes written by one statement.", buckets=BATCHES)
 FENCED = _counted(
-    "fenced_writes",
-    "fenced",
-    "Outcomes that were refused, because another worker held the task by then.",
-    unit="writes",
+    "fenced_writes", "fenced", "Outcomes that were refused, because another worker held the task.", unit="writes"
 )
 LEASES_LOST = _counted(
     "leases_lost", "lease_lost",
@@ -143,7 +140,7 @@ LEASES_LOST = _counted(
     "how", unit="leases", values=("ran_out", "fenced"),
 )  # fmt: skip
 LOOP_ROUNDS = _counted(
-    "loop_rounds", "rounds", "Rounds of each loop. It does not grow while the loop stands still.", "process", "loop",
+    "loop_rounds", "rounds", "Rounds of each loop. The count of a loop that hangs does not grow.", "process", "loop",
     unit="rounds",
 )  # fmt: skip
 DATABASE_ERRORS = _counted(
@@ -182,9 +179,9 @@ RECOVERY = _counted(
 BUILD_INFO = _gauge("build_info", "Always 1; the versions are in the labels.", "version", "python", unit="info")
 DAEMON_STATE = _gauge("daemon_state", "1 for the state that the daemon is in.", "state")
 DAEMON_HEALTHY = _gauge("daemon_healthy", "0 while a child dies again and again, or the web child has no port.")
-STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor last reported its status.", unit="seconds")
+STATUS_AGE = _gauge("status_age_seconds", "Time since the supervisor's last status.", unit="seconds")
 MEMORY = _gauge("process_resident_memory_bytes", "Memory of each process.", "role", "slot", unit="bytes")
-CPU = Metric("process_cpu_seconds", "counter", "Time on a processor of each process.", ("role", "slot"), "seconds")
+CPU = Metric("process_cpu_seconds", "counter", "CPU time of each process.", ("role", "slot"), "seconds")
 START_TIME = _gauge(
     "process_start_time_seconds", "When each process began, since 1970.", "role", "slot", unit="seconds"
 )
@@ -197,13 +194,13 @@ LISTENER_UP = _gauge("listener_up", "1 while the daemon receives notifications; 
 NOTIFICATIONS = _counted(
     "notifications", "rings", "Notifications of new tasks that the daemon has received.", unit="notifications"
 )
-ELECTED = _gauge("elected", "1 for the daemon that is elected to do the duties of the cluster.")
+ELECTED = _gauge("elected", "1 for the daemon that runs the duties of the whole cluster.")
 ELECTION_TERM = _gauge("election_term", "The term of office; only while elected.")
 ELECTIONS_WON = _counted("elections_won", "elected", "How often this daemon was elected.", unit="elections")
 CONNECTIONS_OPEN = _gauge(
     "connections_open", "Connections to the database of all workers, or of the keeper.", "process", unit="connections"
 )
-CONNECTIONS_BUDGET = _gauge("connections_budget", "The most that this daemon opens.", unit="connections")
+CONNECTIONS_BUDGET = _gauge("connections_budget", "Connections that this daemon may open.", unit="connections")
 OTHERS = _counted(
     "series_dropped", "others", "Counts that went to `other`, because there are too many names.", unit="counts"
 )
@@ -222,15 +219,17 @@ SUBMITTED = Metric(
 QUEUE_TASKS = _cluster(
     "queue_tasks",
     "Tasks that wait or are held: ready, scheduled for later, retrying (they wait for their next attempt), claimed, "
-    "running. Counted up to a million ready ones in each queue; of all others, among the hundred thousand whose time "
-    "comes first.",
+    "running. Ready tasks are counted up to a million in each queue, other tasks among the hundred thousand that are "
+    "due first.",
     "queue", "state", unit="tasks",
 )  # fmt: skip
 OLDEST_READY = _cluster(
-    "queue_oldest_ready_age_seconds", "How long the oldest ready task has been ready.", "queue",
+    "queue_oldest_ready_age_seconds", "For how long the oldest ready task has been ready.", "queue",
     unit="seconds",
 )  # fmt: skip
-DUE_LAG = _cluster("due_lag_seconds", "How long ago the most overdue of the waiting tasks became due.", unit="seconds")
+DUE_LAG = _cluster(
+    "due_lag_seconds", "For how long the most overdue task has been due without being made ready.", unit="seconds"
+)
 UNSERVED = _cluster("unserved_names", "Names of tasks that wait, and that no live worker serves.", unit="names")
 CLUSTER_WORKERS = _cluster(
     "cluster_workers", "Workers in the table of workers: alive, stopping, or dead and not forgotten yet.", "state",
@@ -240,13 +239,13 @@ CLUSTER_SLOTS = _cluster("cluster_slots", "Tasks that all live workers can execu
 TABLE_BYTES = _cluster("database_table_bytes", "Size of each table, with its indexes.", "table", unit="bytes")
 LIVE_TUPLES = _cluster("database_live_tuples", "Rows, as PostgreSQL estimates them.", "table", unit="tuples")
 DEAD_TUPLES = _cluster(
-    "database_dead_tuples", "Versions of rows that a vacuum has to remove, as PostgreSQL estimates them.", "table",
+    "database_dead_tuples", "Dead versions of rows that wait for a vacuum, as PostgreSQL estimates them.", "table",
     unit="tuples",
 )  # fmt: skip
 OLDEST_TRANSACTION = _cluster(
     "database_oldest_transaction_age_seconds",
-    "Age of the oldest open transaction in this database: nothing that has died since is vacuumed. Of other roles' "
-    "sessions only with the role pg_read_all_stats.",
+    "Age of the oldest open transaction in this database: rows that died since it began are not vacuumed. Other roles' "
+    "sessions are seen only with the role pg_read_all_stats.",
     unit="seconds",
 )  # fmt: skip
 NOTIFY_QUEUE = _cluster(
@@ -255,7 +254,7 @@ NOTIFY_QUEUE = _cluster(
 )  # fmt: skip
 DATABASE_CONNECTIONS = _cluster("database_connections", "Connections to the server.", unit="connections")
 DATABASE_CONNECTIONS_LIMIT = _cluster(
-    "database_connections_limit", "The most that the server takes, less those that are reserved.", unit="connections"
+    "database_connections_limit", "Connections that the server accepts, without the reserved ones.", unit="connections"
 )
 GAUGES_AGE = _cluster("gauges_age_seconds", "Time since the gauges of the cluster were read.", unit="seconds")
 GAUGES_DURATION = _cluster("gauges_read_duration_seconds", "How long the last reading took.", unit="seconds")

@@ -319,8 +319,8 @@ def _reload(view: DaemonView, coming: Generation, now: float) -> list[Action]:
 
 
 def _why_late(limits: ChildLimits, new: Sequence[ChildView], now: float) -> str | None:
-    """A new child is started but not ready, for a hook does not end or the database is away. A reload must not wait
-    for that for ever.
+    """A new child has started but is not ready, because a hook does not end or the database is away. A reload must not
+    wait for that for ever.
     """
     for child in new:
         seconds = now - child.started

@@ -12,10 +12,10 @@ from tasklib_daemon import linux
 from tasklib_daemon.counters import Totals, to_json
 from tasklib_daemon.crashes import CrashReport, Done, Executing
 from tasklib_daemon.logs import log
-from tasklib_daemon.plan import Stage, why_hung
+from tasklib_daemon.plan import Cause, Role, Stage, why_hung
 from tasklib_daemon.redaction import redactor
 from tasklib_daemon.sdnotify import ServiceManager
-from tasklib_daemon.status import headline
+from tasklib_daemon.status import ChildStatus, Status, headline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from tasklib_daemon.children import Children
     from tasklib_daemon.generations import Generations
     from tasklib_daemon.lifecycle import Lifecycle
-    from tasklib_daemon.plan import Cause, Role
     from tasklib_daemon.scoreboard import ScoreboardView
-    from tasklib_daemon.status import ChildStatus, Status
 
 REPORT_SECONDS = 1.0
 STATISTICS_SECONDS = 10.0  # the keeper stores them by the minute
@@ -194,12 +192,12 @@ class CrashReports:
         )
         self._reports[report.worker_id] = report
         for keeper in self._children.ready_keepers():  # another gets it as soon as it is ready
-            keeper.channel.send({"say": "died", "report": report.to_json()})
+            keeper.channel.send({"say": "died", "report": report.to_message()})
 
     def send_all(self, keeper: ChildProcess) -> None:
         """The keeper's predecessor may have left some. A report that comes twice does no harm."""
         for report in self._reports.values():
-            keeper.channel.send({"say": "died", "report": report.to_json()})
+            keeper.channel.send({"say": "died", "report": report.to_message()})
 
     def remove(self, worker_id: str) -> None:
         self._reports.pop(worker_id, None)

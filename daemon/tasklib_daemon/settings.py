@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
@@ -50,7 +50,6 @@ from tasklib_daemon.redaction import redactor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from typing import Self
 
 PREFIX = "TASKLIB_"
 SECRETS = ("database_url", "listen_database_url", "web.token")  # as files: database_url, listen_database_url, web_token
@@ -193,7 +192,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _hangs_differ_from_rests(self) -> Self:
-        """An idle worker beats once per poll, and at least every few seconds."""
+        """An idle worker is silent until its next poll, but never for more than a few seconds. That is no hang."""
         rest = 2 * min(self.poll_interval_seconds, LONGEST_SILENCE_SECONDS)
         for name in ("hang_seconds", "stall_seconds"):
             if getattr(self, name) < rest:

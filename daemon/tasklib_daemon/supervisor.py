@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from tasklib.version import __version__
 from tasklib_daemon import linux, logs, preload, signals
-from tasklib_daemon.child_process import how_it_ended
+from tasklib_daemon.child_process import ChildProcess, how_it_ended
 from tasklib_daemon.children import Children
-from tasklib_daemon.control import ControlServer
+from tasklib_daemon.control import ControlServer, Request
 from tasklib_daemon.exit_codes import BOOT_ERRORS, Exit, ExitCode
 from tasklib_daemon.generations import Generations
 from tasklib_daemon.lifecycle import Lifecycle
@@ -29,11 +29,14 @@ from tasklib_daemon.logs import log
 from tasklib_daemon.plan import (
     AbandonReload,
     Abort,
+    Action,
+    Cause,
     DaemonView,
     ExitDaemon,
     FinishReload,
     Interrupt,
     Kill,
+    Slot,
     Spawn,
     Stage,
     Stop,
@@ -47,9 +50,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib_daemon.channel import Message
-    from tasklib_daemon.child_process import ChildProcess
-    from tasklib_daemon.control import Request
-    from tasklib_daemon.plan import Action, Cause, Slot
     from tasklib_daemon.settings import Settings
 
 TICK_SECONDS = 0.25  # how late a task's limit may be noticed
@@ -64,14 +64,9 @@ HANDLED = (
 )  # fmt: skip
 
 
-def run(settings: Settings, reload: Callable[[], Settings] | None = None) -> int:
-    """Run until told to stop; return the exit code. `reload` reads the settings again, for SIGHUP. Raises Exit if the
-    daemon cannot even begin.
-    """
-    return Supervisor(settings, reload).run()
-
-
 class Supervisor:
+    """`reload` reads the settings again, for SIGHUP."""
+
     def __init__(self, settings: Settings, reload: Callable[[], Settings] | None = None) -> None:
         self._generations = Generations(settings, reload or (lambda: settings))
         self._lifecycle = Lifecycle()
@@ -88,6 +83,7 @@ class Supervisor:
         return self._generations.settings
 
     def run(self) -> int:
+        """Run until told to stop; return the exit code. Raises Exit if the daemon cannot even begin."""
         logs.configure(self.settings)
         directory = self.settings.runtime_directory
         is_new = not directory.exists()

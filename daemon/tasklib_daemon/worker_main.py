@@ -14,14 +14,13 @@ from tasklib.worker.isolation import fork_server_link, launching
 from tasklib.worker.isolation.suspect_limits import SuspectLimits
 from tasklib.worker.worker import TaskWorker
 from tasklib_daemon import linux, logs, scoreboard
-from tasklib_daemon.counters import CounterMetrics
+from tasklib_daemon.counters import CounterMetrics, Counters
 from tasklib_daemon.logs import log
 from tasklib_daemon.signals import Signals
 from tasklib_daemon.wake import WakeReceiver
 
 if TYPE_CHECKING:
     from tasklib_daemon.channel import Channel
-    from tasklib_daemon.counters import Counters
     from tasklib_daemon.scoreboard import Scoreboard
     from tasklib_daemon.settings import Settings
 

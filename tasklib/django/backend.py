@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from uuid import UUID
 
@@ -14,6 +14,7 @@ from tasklib.application import default_client
 from tasklib.django.contract import (
     BaseTaskBackend,
     InvalidTask,
+    Task,
     TaskResult,
     TaskResultDoesNotExist,
     TaskResultStatus,
@@ -28,10 +29,8 @@ from tasklib.submission import new_task, terms_of
 from tasklib.task import TaskFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from datetime import datetime
 
-    from tasklib.django.contract import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -4,20 +4,17 @@ default client follows a test run to its own database.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import close_old_connections, connections
-from django.db.backends.base.base import NO_DB_ALIAS
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 import tasklib
 from tasklib.application import default_client
 from tasklib.django.settings import config, database_alias
 from tasklib.worker.hooks import around_task
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _database_name: str | None = None  # of the default client
 

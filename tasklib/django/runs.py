@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from asgiref.sync import sync_to_async
 
 from tasklib.current import current_task
-from tasklib.django.contract import TaskContext, TaskError, normalize_json, task_finished, task_started
+from tasklib.django.contract import Task, TaskContext, TaskError, normalize_json, task_finished, task_started
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tasklib.django.contract import Task
 
 
 def runnable(task: Task[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ import psycopg
 from tasklib.budget import connection_budget, daemon_budget
 from tasklib.clock import time
 from tasklib.connection_string import listen_connection_string
-from tasklib.doctor.findings import Finding, note, ok, severity_of, warning
-from tasklib.doctor.probe import NOT_TO_BE_SEEN, connect
+from tasklib.doctor.findings import Finding, Thresholds, note, ok, severity_of, warning
+from tasklib.doctor.probe import REPORTED_ELSEWHERE, Probe, connect
 from tasklib.runtime.listening import listen
 
 if TYPE_CHECKING:
@@ -20,42 +20,38 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
     from tasklib.connection import BoundedConnection
-    from tasklib.doctor.findings import Thresholds
-    from tasklib.doctor.probe import Probe
 
 HEAR_SECONDS = 3.0
 
 
 def check_pooler(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
-    """Whether a notification is received, by the round trip of one, as in a worker's listener."""
+    """Sends a notification and waits for it, as a worker's listener does."""
     if probe.server.is_standby:
         yield note("a standby cannot be listened to", "see `database`")
         return
     is_pooled, own_address = probe.conn.is_pooled, probe.config.listen_database_url is not None
     if is_pooled and not own_address:
         yield warning(
-            "a pooler is before the database: a worker with this address hears no notification, finds new tasks by its "
-            "poll alone, and has each statement planned anew",
-            "give workers a direct address, for listening: TASKLIB_LISTEN_DATABASE_URL, or Config.listen_database_url",
+            "a pooler is in front of the database: a worker with this address receives no notifications, finds new "
+            "tasks by polling alone, and has every statement planned anew",
+            "give workers a direct address for listening: TASKLIB_LISTEN_DATABASE_URL, or Config.listen_database_url",
         )
         return
     remedy = "correct TASKLIB_LISTEN_DATABASE_URL: it must be a direct address of the same database"
     try:
         seconds = _hear_by_own_address(probe) if own_address else _hear(probe, probe.conn)
     except _ListenAddressError as error:
-        yield warning(
-            f"listen_database_url cannot be used, so that new tasks are found by the poll alone: {error}", remedy
-        )
+        yield warning(f"listen_database_url cannot be used, so new tasks are found by polling alone: {error}", remedy)
         return
     if seconds is None:
         yield warning(
-            "a notification was not heard: the address for listening leads to another database, or to a pooler in "
-            "transaction mode; new tasks are found by the poll alone",
+            "a notification was not received: the address for listening leads to another database, or to a pooler in "
+            "transaction mode; new tasks are found by polling alone",
             remedy,
         )
         return
     between = "one, with a direct address for listening" if is_pooled else "none"
-    yield ok(f"{between}; a notification is heard after {seconds * 1000:.1f} ms")
+    yield ok(f"{between}; a notification is received after {seconds * 1000:.1f} ms")
 
 
 class _ListenAddressError(Exception):
@@ -97,11 +93,11 @@ def check_connections(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]
         if severity := severity_of(count / max(limit, 1), thresholds.connections_share):
             yield Finding(
                 severity,
-                f"{count} of the {limit} connections of {whose} are in use; when none is left, nobody can connect",
+                f"{count} of the {limit} connections of {whose} are in use; when none is left, connecting fails",
                 f"lower pool_size, workers or concurrency; or put PgBouncer before the database; or {more}",
                 {"limit": limit, "used": count},
             )
-    with contextlib.suppress(*NOT_TO_BE_SEEN):
+    with contextlib.suppress(*REPORTED_ELSEWHERE):
         yield from _over_budget(probe, min(limit for _, limit, _, _ in counts))
 
 
@@ -124,7 +120,7 @@ def _over_budget(probe: Probe, limit: int) -> Iterator[Finding]:
 
 
 def _may_open(config: Config, of_daemon: bool, workers: int, slots: int) -> int:
-    """The workers of one daemon share its keeper's connections. An embedded worker has all of them itself."""
+    """The workers of one daemon share its keeper's connections. An embedded worker opens all of them itself."""
     alone = connection_budget(config, concurrency=slots)
     budget = daemon_budget(config, workers=workers, concurrency=slots) if of_daemon else alone
     return budget.worker + budget.listener + slots

@@ -1,4 +1,4 @@
-"""What a check found, as a value, and the thresholds from which on something is a finding."""
+"""The findings of the checks, as values, and the thresholds above which a value becomes a finding."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ LOCK_SECONDS = 2.0
 CONNECT_SECONDS = 5
 GRACE_SECONDS = 1.0  # for the server to report a cancelled query; after that it counts as silent
 
-# Another check reports these: the schema is missing, or another one, or the role may not see it.
-NOT_TO_BE_SEEN = (
+# Errors that another check reports: the schema is missing, is not ours, or is not visible to the role.
+REPORTED_ELSEWHERE = (
     errors.UndefinedTable, errors.InvalidSchemaName, errors.UndefinedColumn, errors.InsufficientPrivilege
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Runs every check, one after the other, each for itself, and all of them within a time limit.
+"""Runs the checks one after another, within a time limit for all of them. A check that fails does not stop the others.
 
-They run in a thread, because not everything that can hang has a limit of its own: a name server has none.
+They run in a thread, because some calls that can hang have no time limit of their own, such as a name lookup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tasklib.connection_string import connection_string
 from tasklib.database_errors import is_connection_lost, translate
 from tasklib.doctor.connections import check_connections, check_pooler
 from tasklib.doctor.findings import Finding, Severity, Thresholds, critical, note, warning
-from tasklib.doctor.probe import LOCK_SECONDS, NOT_TO_BE_SEEN, STATEMENT_SECONDS, Probe, connect
+from tasklib.doctor.probe import LOCK_SECONDS, REPORTED_ELSEWHERE, STATEMENT_SECONDS, Probe, connect
 from tasklib.doctor.schema import check_grants, check_schema
 from tasklib.doctor.server import check_clock, check_database, check_durability, check_row_security, check_sessions
 from tasklib.doctor.vacuum import check_autovacuum, check_notify_queue, check_transactions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tasklib.config import Config
 
-# Each check yields what it found; its `ok` is shown if there is nothing else. First what all others need.
+# Each check yields its findings. Its `ok` is shown only if there is no other. The first checks are those that all need.
 Check: TypeAlias = "Callable[[Probe, Thresholds], Iterator[Finding]]"
 CHECKS: dict[str, Check] = {
     "database": check_database,
@@ -79,24 +79,24 @@ def run_checks(
 
 
 REMEDY_UNREACHABLE = (
-    "see from this host whether it runs and answers: psql with the same address; then the server's log, its disk, and "
-    "the network in between"
+    "check from this host whether the server answers: psql with the same address; then look at the server's log, its "
+    "disk, and the network in between"
 )
 REMEDY_ADDRESS = "correct the address, which is in TASKLIB_DATABASE_URL, DATABASE_URL or libpq's variables"
 REMEDY_REFUSED = (
-    f"the server is there, and lets nobody in by this address: {REMEDY_ADDRESS} (role, password, database), or who may "
-    f"connect, in the server's pg_hba.conf; if it is only starting, wait"
+    f"the server answers, but refuses this connection: {REMEDY_ADDRESS} (role, password, database), or allow the "
+    f"connection in the server's pg_hba.conf; if the server is starting, wait"
 )
 REMEDY_FULL = (
-    "all of its connections are in use: see whose, as a superuser, for whom some are kept: select usename, "
+    "all of its connections are in use: see by whom, as a superuser, for whom some are reserved: select usename, "
     "application_name, count(*) from pg_stat_activity group by 1, 2 order by 3 desc; then lower pool_size, workers or "
     "concurrency, or raise max_connections"
 )
 
 
 def _remedy(error: psycopg.Error) -> str:
-    """By the words of the server's error. In another language they are not recognised, and the remedy is a general
-    one.
+    """Chosen by the text of the server's error. A text in another language is not recognised, and gets a general
+    remedy.
     """
     said = str(error)
     if re.search(r"too many (clients|connections)|connection slots", said):
@@ -162,13 +162,13 @@ class _Look:
 def _unanswered(error: psycopg.Error, probe: Probe) -> Finding:
     said = error.diag.message_primary or str(error).strip()
     if isinstance(error, errors.InsufficientPrivilege):
-        return note(f"not to be seen by role {probe.server.role}: {said}", "ask as the role of tasklibd")
-    if isinstance(error, NOT_TO_BE_SEEN):
-        return note(f"not to be seen: {said}", "see `schema`")
+        return note(f"role {probe.server.role} may not see this: {said}", "run the doctor as the role of tasklibd")
+    if isinstance(error, REPORTED_ELSEWHERE):
+        return note(f"this cannot be checked: {said}", "see `schema`")
     if isinstance(error, errors.LockNotAvailable):
         return warning(
-            f"somebody holds a lock that keeps everybody from reading; waited for {LOCK_SECONDS:g} s",
-            "see who: select pid, application_name, state, pg_blocking_pids(pid) from pg_stat_activity; then end it: "
+            f"another session holds a lock that blocks all readers; waited for {LOCK_SECONDS:g} s",
+            "find it: select pid, application_name, state, pg_blocking_pids(pid) from pg_stat_activity; then end it: "
             "select pg_terminate_backend(PID);",
         )
     if isinstance(error, errors.QueryCanceled):

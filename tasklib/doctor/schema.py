@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, LiteralString, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib import migrate
-from tasklib.doctor.findings import critical, note, ok, some
+from tasklib.doctor.findings import Finding, Thresholds, critical, note, ok, some
 from tasklib.errors import SchemaError
 from tasklib.sql import folder, in_schema, queries, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tasklib.doctor.findings import Finding, Thresholds
     from tasklib.doctor.probe import Probe, Row
 
 
-# What tasklibd does with each table, and which functions it calls. A test runs it as a role with just these rights.
+# The rights that tasklibd needs on tables and functions. A test runs it as a role that has only these.
 TABLE_RIGHTS = {
     "tasks": ("select", "update", "delete"),
     "attempts": ("insert",),
@@ -58,8 +57,8 @@ def check_grants(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     functions = probe.ask("missing_function_rights", probe.config.schema, list(FUNCTION_RIGHTS))
     if len(tables) == len(needed) and not {"submit", "submit_many"} & {name for name, _ in functions}:
         yield note(
-            f"role {role} may submit, and nothing else: it cannot run tasks, nor see all that is looked at here",
-            "nothing, if it only submits; what the role of tasklibd needs is in docs/installing.md",
+            f"role {role} may only submit: it cannot run tasks, and not all checks are possible with it",
+            "nothing, if it is to submit only; docs/installing.md lists the rights of the role of tasklibd",
         )
     elif tables or functions:
         missing = [f"{right} on {table}" for table, right in tables] + [f"execute on {name}" for name, _ in functions]
@@ -86,7 +85,9 @@ def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     try:
         with probe.transaction() as conn:
             difference = migrate.find_difference(conn, schema)
-            applied = [] if difference.missing else conn.execute(_applied(schema)).fetchall()
+            applied = (
+                [] if difference.missing else conn.execute(queries("schema_migrations", schema)["applied"]).fetchall()
+            )
     except SchemaError as error:
         yield critical(str(error), "install the tasklib-pg that made it: pip install --upgrade tasklib-pg")
         return
@@ -107,10 +108,6 @@ def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
     if version == max(migration.version for migration in migrate.known_migrations()):
         yield from _drift(probe)
     yield from _without_effect(probe)
-
-
-def _applied(schema: str) -> LiteralString:
-    return queries("schema_migrations", schema)["applied"]
 
 
 def _without_effect(probe: Probe) -> Iterator[Finding]:
@@ -172,7 +169,7 @@ def _comparable(line: str, schema: str) -> str:
     return line
 
 
-# Each kind as `tasklib.migrate.describe` words it, with what makes it; in the order in which they can be made.
+# Each kind as `tasklib.migrate.describe` writes it, with the statement that makes it, in the order of creation.
 KINDS = {
     "constraint": (
         re.compile(r"table (?P<table>\w+) constraint (?P<name>\w+) (?P<text>.+)"),

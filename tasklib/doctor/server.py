@@ -1,6 +1,6 @@
-"""Checks of the server and its settings: whether it is the right one, whether its clock is right, whether it keeps
-what it has confirmed, and whether settings of roles and databases hide rows, switch off triggers or end statements
-too early. Such settings raise no error, so that they are hard to find otherwise.
+"""Checks of the server and its settings: whether it is the right one, whether its clock is right, whether confirmed
+commits survive a crash, and whether settings of roles and databases hide rows, switch off triggers or cancel statements
+too early. Such settings raise no error, so they are hard to find otherwise.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from tasklib.clock import time
-from tasklib.doctor.findings import Finding, Severity, age, critical, note, ok, severity_of, some, warning
-from tasklib.doctor.probe import NOT_TO_BE_SEEN
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, note, ok, severity_of, some, warning
+from tasklib.doctor.probe import REPORTED_ELSEWHERE, Probe
 from tasklib.sql import queries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Thresholds
-    from tasklib.doctor.probe import Probe
-
 
 OLDEST_POSTGRES = 150000
 CLOCK_LOOKS = 3
-OF_A_ROLE = ("user", "database", "database user", "global")  # told by name
+OF_A_ROLE = ("user", "database", "database user", "global")  # sources that are reported with their role or database
 
 
 def check_database(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
@@ -71,12 +68,12 @@ def check_clock(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
         side = "behind" if skew > 0 else "ahead of"
         yield Finding(
             severity,
-            f"this host's clock is {abs(skew):.1f} s {side} the database's: so far off are the times that applications "
-            f"choose (scheduled_at, expires_at), and the order of lists",
+            f"this host's clock is {abs(skew):.1f} s {side} the database's: the times that applications choose "
+            f"(scheduled_at, expires_at) and the order of lists are wrong by as much",
             "have both hosts set their clocks by NTP: timedatectl set-ntp true, or chrony",
             {"skew_seconds": round(skew, 3), "doubt_seconds": round(doubt, 3)},
         )
-    with contextlib.suppress(*NOT_TO_BE_SEEN):
+    with contextlib.suppress(*REPORTED_ELSEWHERE):
         ((back,),) = probe.ask("clock_back")
         if severity := severity_of(back, thresholds.clock_seconds):
             yield Finding(
@@ -89,7 +86,7 @@ def check_clock(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
 
 
 def _skew(probe: Probe) -> tuple[float, float]:
-    """The seconds by which the database is ahead, and half of the round trip, by which that may be wrong."""
+    """The seconds by which the database is ahead, and the possible error: half of the round trip."""
     with probe.transaction() as conn:
         before, began = probe.wall_clock(), time.monotonic()
         ((said,),) = conn.execute(queries("doctor", probe.config.schema)["clock"]).fetchall()
@@ -111,9 +108,15 @@ def check_durability(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]
             "full_page_writes is off: a crash of the machine can tear pages, unless the file system never does",
             "alter system set full_page_writes = on; select pg_reload_conf();",
         )
-    others = probe.ask("asynchronous_roles")
-    for role, database in others:
-        yield _asynchronous(role, database)
+    for role, database in probe.ask("asynchronous_roles"):
+        given = _Given("synchronous_commit", "off", role, database)
+        yield warning(
+            f"synchronous_commit is off for {given.whom()}: a crash of the server takes back its last commits, "
+            f"confirmed submits too",
+            given.remedy(),
+            role=role,
+            database=database,
+        )
     ((source,),) = probe.ask("source", "synchronous_commit")
     if settings["synchronous_commit"] == "off" and source not in OF_A_ROLE:
         yield warning(
@@ -131,22 +134,6 @@ def check_durability(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]
         )
 
 
-def _asynchronous(role: str, database: str) -> Finding:
-    """Both names are quoted where SQL needs it. Empty: every one."""
-    whom = f"role {role}" if role else "every role"
-    where = f" in database {database}" if database else ""
-    command = f"alter role {role or 'all'}{where} reset synchronous_commit;"
-    if database and not role:
-        command = f"alter database {database} reset synchronous_commit;"
-    return warning(
-        f"synchronous_commit is off for {whom}{where}: a crash of the server takes back its last commits, confirmed "
-        f"submits too",
-        command,
-        role=role,
-        database=database,
-    )
-
-
 REPLICATION_ROLE = "session_replication_role"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"\s*([0-9.eE+-]+)\s*(us|ms|s|min|h|d)?\s*")
@@ -159,15 +146,17 @@ def check_row_security(probe: Probe, _thresholds: Thresholds) -> Iterator[Findin
         names = [name for name, _ in tables]
         here = "this role too" if any(is_active for _, is_active in tables) else "not for this role, but for others"
         yield critical(
-            f"row-level security is on ({here}) for: {some(names)}. What a policy does not show is not there, without "
-            f"an error: tasks wait that nobody claims",
+            f"row-level security is on ({here}) for: {some(names)}. A policy hides rows without an error: tasks may "
+            f"wait, and no worker sees them",
             " ".join(f"alter table {probe.schema}.{name} disable row level security;" for name in names),
             tables=names,
         )
 
 
 class _Given(NamedTuple):
-    """A setting of a role, of a database, of a role in a database, or of this session. Empty: every one."""
+    """A setting of a role, of a database, of a role in a database, or of this session. Names are quoted where SQL needs
+    it; an empty name stands for every role, or every database.
+    """
 
     name: str
     value: str
@@ -196,7 +185,7 @@ class _Given(NamedTuple):
 
 
 def check_sessions(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
-    yield ok("no setting keeps them from their work")
+    yield ok("no setting hinders them")
     for given in _settings(probe, [REPLICATION_ROLE, *thresholds.shortest_timeouts]):
         finding = _of_triggers(given) if given.name == REPLICATION_ROLE else _of_time(given, thresholds)
         if finding is not None:
@@ -219,8 +208,8 @@ def _of_triggers(given: _Given) -> Finding | None:
     if given.value.strip("'\"").lower() != "replica":
         return None
     return critical(
-        f"{REPLICATION_ROLE} is replica for {given.whom()}: triggers do not fire. Workers are not woken, who waits for "
-        f"a result is not told, and rows that are written in SQL lack what the triggers add",
+        f"{REPLICATION_ROLE} is replica for {given.whom()}: triggers do not fire. Workers are not woken, clients "
+        f"that wait for results are not notified, and rows that are inserted by SQL lack the values that triggers add",
         given.remedy(),
         setting=given.name,
         role=given.role,
@@ -234,8 +223,8 @@ def _of_time(given: _Given, thresholds: Thresholds) -> Finding | None:
         return None
     return Finding(
         Severity.CRITICAL if seconds < shortest / 10 else Severity.WARNING,
-        f"{given.name} is {given.value} for {given.whom()}: what takes longer is broken off, and done again in vain. "
-        f"At least {age(shortest)} would do",
+        f"{given.name} is {given.value} for {given.whom()}: statements that take longer are cancelled, and repeated in "
+        f"vain. Set it to {age(shortest)} or more",
         given.remedy(),
         {"setting": given.name, "seconds": seconds, "role": given.role, "database": given.database},
     )

@@ -1,4 +1,4 @@
-"""Checks of what slows down claims and finally stops them: dead rows, transactions that keep them, unread
+"""Checks of conditions that slow down claims, and finally stop them: dead rows, transactions that keep them, unread
 notifications.
 """
 
@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, age, critical, note, ok, severity_of, warning
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, note, ok, severity_of, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Severity, Thresholds
     from tasklib.doctor.probe import Probe, Row
 
 
@@ -33,8 +32,8 @@ def check_autovacuum(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
             )
         if dead > max(thresholds.dead_rows, 2 * waits_for):
             yield warning(
-                f"{name} has {dead:,} dead rows beside {live:,} others: autovacuum, which waits for {waits_for:,.0f}, "
-                f"does not keep up or is held back",
+                f"{name} has {dead:,} dead rows beside {live:,} others: autovacuum, which starts at {waits_for:,.0f}, "
+                f"does not keep up, or is blocked",
                 f"end what `transactions` shows, then: vacuum {probe.schema}.{name}; if it comes again: "
                 f"alter table {probe.schema}.{name} set (autovacuum_vacuum_cost_delay = 0);",
                 table=name,
@@ -54,7 +53,7 @@ def check_transactions(probe: Probe, thresholds: Thresholds) -> Iterator[Finding
     hidden = [int(name) for _, name, *_, seconds in rows if seconds is None]
     if hidden:
         yield note(
-            f"{len(hidden)} sessions of other roles are in a transaction, and this role may not see for how long",
+            f"{len(hidden)} sessions of other roles are in transactions whose age this role may not see",
             f"grant pg_read_all_stats to {probe.server.role};",
             pids=hidden,
         )
@@ -67,7 +66,7 @@ def _forgotten_slots(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
         keeps = [*(["dead rows"] if keeps_rows else []), *([f"{wal_bytes / 1e6:,.0f} MB of WAL"] if wal_bytes else [])]
         if keeps_rows or wal_bytes > thresholds.slot_wal_bytes:
             yield warning(
-                f"nobody reads from replication slot {name}, which keeps {' and '.join(keeps)} for who does",
+                f"no standby reads from replication slot {name}, for which the server keeps {' and '.join(keeps)}",
                 f"start its standby again, or: select pg_drop_replication_slot('{name}');",
                 slot=name,
                 wal_bytes=wal_bytes,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasklib.doctor.findings import Finding, Severity, age, critical, ok, some, warning
+from tasklib.doctor.findings import Finding, Severity, Thresholds, age, critical, ok, some, warning
 from tasklib.sql import in_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.doctor.findings import Thresholds
     from tasklib.doctor.probe import Probe
 
 
 def check_workers(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
     workers, waiting = probe.ask("live_workers"), probe.ask("unserved")
-    yield ok(f"{len(workers)} alive, and every name that waits is served")
+    yield ok(f"{len(workers)} alive, which serve the names of all waiting tasks")
     longest = max((seconds for *_, seconds in waiting), default=0.0)
     is_late = longest > thresholds.unserved_seconds
     shown = some([f"{name} in queue {queue} ({count:,})" for queue, name, count, _ in waiting])
@@ -36,8 +35,8 @@ def check_workers(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
     elif waiting:
         yield Finding(
             Severity.WARNING if is_late else Severity.NOTE,
-            f"no live worker serves what has waited for up to {age(longest)}: {shown}",
-            "have a worker of that queue import the modules that define them (app of tasklibd), or: tasklib cancel ID",
+            f"no live worker serves tasks that have waited for up to {age(longest)}: {shown}",
+            "let a worker of that queue import the modules that define them (app of tasklibd), or: tasklib cancel ID",
             details,
         )
 
@@ -46,9 +45,9 @@ def check_leases(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
     yield ok("none is stuck")
     for worker_id, hostname, pid, seconds in probe.ask("undeclared", thresholds.stuck_seconds):
         yield critical(
-            f"the lease of worker {worker_id} (pid {pid} on {hostname}) ran out {age(seconds)} ago, and nobody "
-            f"recovers what it holds",
-            "any live worker or daemon does so within 20 s: start one, or see why the log of one says `database.lost`",
+            f"the lease of worker {worker_id} (pid {pid} on {hostname}) ran out {age(seconds)} ago, and its "
+            f"tasks are not recovered",
+            "any live worker or daemon recovers them within 20 s: start one, or see why its log says `database.lost`",
             worker_id=worker_id,
             seconds=round(seconds),
         )
@@ -56,8 +55,8 @@ def check_leases(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
         yield critical(
             f"{count} tasks of worker {worker_id}, which is dead or has held them for too long, have waited for "
             f"{age(seconds)} to be recovered",
-            "start a worker or daemon, if none is alive; else see who holds their rows: select pid, application_name, "
-            "pg_blocking_pids(pid) from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0;",
+            "start a worker or daemon, if none is alive; else find the session that locks their rows: select pid, "
+            "application_name, pg_blocking_pids(pid) from pg_stat_activity where pg_blocking_pids(pid) <> '{}';",
             worker_id=worker_id,
             tasks=count,
             seconds=round(seconds),
@@ -74,11 +73,11 @@ def check_leases(probe: Probe, thresholds: Thresholds) -> Iterator[Finding]:
 
 
 def check_unnoted_leases(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
-    yield ok("a claim tells of every lease")
+    yield ok("a claim lists every leased task")
     for worker_id, count, example in probe.ask("unnoted"):
         yield critical(
-            f"{count} tasks are leased to worker {worker_id}, and no claim tells of it, so that nobody will recover "
-            f"them; one is {example}",
+            f"{count} tasks are leased to worker {worker_id}, but no claim lists them, so they would never be "
+            f"recovered; one is {example}",
             in_schema(NOTE_LEASES, probe.config.schema),
             worker_id=worker_id,
             tasks=count,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasklib.budget import BudgetCheck
+from tasklib.budget import Budget, BudgetCheck
 from tasklib.duties.expirer import Expirer
 from tasklib.duties.janitor import Janitor, Retention
 from tasklib.duties.reaper import KEEP_DEAD_SECONDS, Reaper
@@ -22,7 +22,6 @@ from tasklib.statements import WorkerStatements
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tasklib.budget import Budget
     from tasklib.config import Config
     from tasklib.runtime.loop import Service
     from tasklib.runtime.metrics import Amounts, WorkerMetrics

@@ -14,12 +14,11 @@ from uuid import UUID
 import psycopg
 
 from tasklib.clock import time
-from tasklib.duties.statements import Pruned
+from tasklib.duties.statements import KeeperStatements, Pruned
 from tasklib.log import log
 from tasklib.runtime.bad_rows import first_line, may_be_one_row, send_apart
 
 if TYPE_CHECKING:
-    from tasklib.duties.statements import KeeperStatements
     from tasklib.runtime.session import Session
 
 EVERY_SECONDS = 3600.0

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.runtime.bad_rows import Sweep
-from tasklib.statements import Promotion
+from tasklib.statements import Promotion, WorkerStatements
 
 if TYPE_CHECKING:
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
-
-LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Promoter:
@@ -26,10 +23,3 @@ class Promoter:
         return self._sweep.run_once(
             lambda: self._session.run(self._statements.promote()), lambda promoted: Promotion(promoted, None)
         )
-
-    def run_once(self) -> float | None:
-        promotion = self.promote()
-        if promotion.promoted:
-            return 0.0
-        due = promotion.next_due_seconds
-        return LONGEST_PAUSE_SECONDS if due is None else min(max(due, 0.001), LONGEST_PAUSE_SECONDS)

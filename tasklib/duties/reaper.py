@@ -1,7 +1,7 @@
 """Recovers the tasks of workers that died, and tasks whose lock has passed.
 
 A worker is declared dead in its own row, and can no longer renew its lease. Its claims say which tasks it held. Each
-task is settled by the guarded statement that its own worker would use, so that whoever comes second changes nothing.
+task is settled by the guarded statement that its own worker would use, so that a second writer changes nothing.
 No worker is declared dead until the server and this connection have been up for one lease: during an outage, no
 worker could renew.
 """
@@ -49,7 +49,7 @@ class Reaper:
         self._forget_at = 0.0
         self._lease_seconds = config.lease_seconds
         self._pause_seconds = min(config.lease_seconds / 15, 1.0)
-        self._rules = Rules(bury_after=config.bury_after, timeout_delta_seconds=config.timeout_delta_seconds)
+        self._rules = Rules.of(config)
 
     def run_once(self) -> float | None:
         self._session.connection()

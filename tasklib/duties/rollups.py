@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from tasklib.log import log
 from tasklib.runtime.bad_rows import first_line, send_apart
-from tasklib.runtime.metrics import merge
+from tasklib.runtime.metrics import Amounts, merge
 from tasklib.sql import queries
 from tasklib.statements import Statement
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from tasklib.config import Config
-    from tasklib.runtime.metrics import Amounts
     from tasklib.runtime.session import Session
 
 EVERY_SECONDS = 10.0
@@ -47,6 +46,13 @@ class Rollups:
             pass
         self._unwritten = {}
         return EVERY_SECONDS
+
+    def write_last(self) -> None:
+        """At the end of the process. An error only costs the statistics of the last seconds."""
+        try:
+            self.run_once()
+        except Exception as error:  # noqa: BLE001 - see above
+            log.warning("statistics.lost", error=first_line(error))
 
     def _note(self, rows: Sequence[dict[str, Any]]) -> None:
         self._session.run(Statement(self._sql, (to_json(rows).decode(),), lambda _: None))

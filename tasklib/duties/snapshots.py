@@ -51,7 +51,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class ClaimSettings:
-    """What the workers of one daemon have in common."""
+    """The settings that all workers of one daemon share."""
 
     queues: Sequence[str] | None
     max_claim_batch: int

@@ -113,7 +113,7 @@ class KeeperStatements:
         return Statement(self._rollups["prune"], (older_than_seconds, limit), read_value)
 
     def forget_functions(self, unseen_seconds: float) -> Statement[int]:
-        """Forgets functions that no worker has served for so long."""
+        """Forgets functions that no worker has declared for this long."""
         return Statement(self._workers["forget_functions"], (unseen_seconds,), read_value)
 
     def prune_tasks(

@@ -242,7 +242,7 @@ def _succeeds_for_known_user(cluster: _Cluster, *command: str) -> bool:
         return cluster.succeeds(*command)
     with contextlib.suppress(StopIteration, subprocess.SubprocessError):  # no user is known; namespaces are not allowed
         known = next(user.pw_uid for user in pwd.getpwall() if user.pw_uid != 0)
-        return cluster.succeeds(*command, before=functools.partial(_go_by, known))
+        return cluster.succeeds(*command, before=functools.partial(_run_as_known_user, known))
     if wrapper := ctypes.util.find_library("nss_wrapper"):
         return cluster.succeeds(*command, variables={"LD_PRELOAD": wrapper, **_wrapped_names(cluster.directory)})
     raise RuntimeError(
@@ -260,7 +260,7 @@ def _is_known_user() -> bool:
         return False
 
 
-def _go_by(known: int) -> None:
+def _run_as_known_user(known: int) -> None:
     """Called in the new process, before its program is loaded."""
     user, group = os.geteuid(), os.getegid()
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER_NAMESPACE) != 0:
@@ -360,7 +360,7 @@ def _stop(server: subprocess.Popen[bytes], mode: str) -> None:
 
 
 def _account(directory: str | None) -> tuple[int, int] | None:
-    """As whom root runs PostgreSQL: the owner of existing data; for new data the user `postgres`, else nobody."""
+    """The user and group for PostgreSQL, if we are root: the owner of existing data, or else `postgres` or `nobody`."""
     if sys.platform == "win32" or os.geteuid() != 0:
         return None
     if directory and (data := Path(directory, "data")).exists():

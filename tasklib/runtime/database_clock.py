@@ -1,7 +1,7 @@
-"""The database's clock between two answers: the time that the database last told, and the time that has passed since.
+"""The database's clock between two answers: the time that the database last gave, plus the time that has passed since.
 
-It is never behind, so that no retry is early: the time in the answer is taken for the moment when the question was
-sent. So it may be ahead by as long as the answer took, and a quick answer is worth more than a slow one.
+It is never behind, so that no retry is early: the time in an answer counts as the time when the question was sent. So
+the clock may be ahead by as long as the answer took, and a quick answer is worth more than a slow one.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ class Reading:
 
 
 class DatabaseClock:
+    """Use one `reading` for several moments that belong together: another reading might change their order."""
+
     def __init__(self) -> None:
-        self._reading = Reading(datetime.now(UTC), time.monotonic(), math.inf)  # until the database has answered
+        self.reading = Reading(datetime.now(UTC), time.monotonic(), math.inf)  # until the database has answered
 
     def now(self) -> datetime:
-        return self._reading.at(time.monotonic())
-
-    @property
-    def reading(self) -> Reading:
-        """For several moments that belong together: another reading might change their order."""
-        return self._reading
+        return self.reading.at(time.monotonic())
 
     def set(self, said: datetime, asked_at: float) -> None:
         """Keeps the better of the old reading and this one; or this one, if they contradict each other."""
-        old, new = self._reading, Reading(said, asked_at, time.monotonic() - asked_at)
+        old, new = self.reading, Reading(said, asked_at, time.monotonic() - asked_at)
         doubt = old.doubt_at(asked_at)
         is_ahead = (old.at(asked_at) - said).total_seconds()
         if new.doubt <= doubt or not -new.doubt <= is_ahead <= doubt:
-            self._reading = new
+            self.reading = new

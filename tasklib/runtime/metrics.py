@@ -1,7 +1,7 @@
-"""What a worker counts: what became of tasks, how long they ran and had waited, and how its own loops do.
+"""The counts of a worker: the outcomes of tasks, how long they ran and waited, and the rounds and errors of its loops.
 
 Metrics are counted per batch, never per task, so that a task costs well under a microsecond. WorkerMetrics itself
-keeps nothing, `Counts` keeps numbers in memory, and the daemon's version in memory that outlives the worker.
+keeps nothing. `Counts` keeps numbers in memory. The daemon's version keeps them in memory that outlives the worker.
 Exporters choose the public metric names.
 """
 
@@ -98,7 +98,7 @@ class WorkerMetrics:
             if outcome != "COMPLETED":
                 seconds = max(seconds, 0.0)  # noqa: PLW2901 - minus infinity for a task that was marked and never ran
                 for also in _consequences(task, settlement):
-                    _increase(amounts, also)
+                    _add(amounts, also, [1.0])
             grouped[task.name, task.queue, outcome].append(seconds)
         for (name, queue, attempted), seconds_of in grouped.items():
             if attempted is not None:
@@ -200,10 +200,6 @@ def merge(into: Amounts, more: Mapping[Key, Sequence[float]]) -> None:
 def _add(amounts: Amounts, key: Key, values: Sequence[float]) -> None:
     known = amounts.get(key)
     amounts[key] = [*values] if known is None else [one + other for one, other in zip(known, values, strict=True)]
-
-
-def _increase(amounts: Amounts, key: Key) -> None:
-    amounts.setdefault(key, [0.0])[0] += 1.0
 
 
 def _consequences(task: HeldTask, settlement: Settlement) -> Iterator[Key]:

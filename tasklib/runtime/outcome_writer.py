@@ -1,5 +1,5 @@
-"""Writes what becomes of tasks. Nothing else does: workers write the outcomes of their own tasks through it, and
-duties those of tasks that they recover from other workers.
+"""The only writer of outcomes: workers write those of their own tasks through it, and duties those of tasks that they
+recover from other workers.
 
 All of them send the one guarded statement `settle`, so that a second writer changes nothing. A row that cannot be
 written does not stop the rest of its batch: a locked row is set aside for later, and a batch that PostgreSQL refuses is
@@ -18,10 +18,10 @@ import psycopg
 from tasklib.attempt_log import log_attempt
 from tasklib.clock import time
 from tasklib.log import log
-from tasklib.outcomes import stopped
+from tasklib.outcomes import HeldTask, Settlement, stopped
 from tasklib.runtime.bad_rows import Aside, first_line, may_be_one_row, send_apart
 from tasklib.runtime.metrics import WorkerMetrics
-from tasklib.statements import settlement_json
+from tasklib.statements import WorkerStatements, settlement_json
 from tasklib.states import State
 
 if TYPE_CHECKING:
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from tasklib.outcomes import HeldTask, Settlement
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
 
 MOST_AT_ONCE = 1_000
 _LOCKED = psycopg.errors.LockNotAvailable()
 
 
-class Outcome(Protocol):
+class WritableOutcome(Protocol):
     @property
     def task(self) -> HeldTask:
         """As it was when the outcome was decided."""
@@ -57,7 +55,7 @@ class Outcome(Protocol):
         ...
 
 
-O = TypeVar("O", bound=Outcome)  # noqa: E741
+O = TypeVar("O", bound=WritableOutcome)  # noqa: E741
 
 
 class OutcomeWriter(ABC, Generic[O]):

@@ -1,5 +1,5 @@
 -- Statements about claims: taking tasks, and what a worker has taken. A row of `claims` lists the tasks of one claim, so that
--- whoever recovers them need not search the table of tasks.
+-- the duties that recover them need not search the table of tasks.
 
 
 -- Takes the next tasks of one queue, in the order of the index: priority descending, then age, then id.

@@ -1,5 +1,5 @@
--- Statements about elections: which daemon runs the duties that are done once for all of them. A row with a lease and not a session
--- lock, because a lease ends by itself, whatever becomes of its holder's connection.
+-- Statements about elections: which daemon runs the duties that are done once for all of them. The office is a row with a lease,
+-- and not a session lock, because a lease ends by itself, whatever becomes of its holder's connection.
 
 
 -- Stands for election, or renews the term. A row comes back for the holder only. While another daemon holds the row, nothing is

@@ -6,12 +6,12 @@
 select set_config('lock_timeout', $1, true);
 
 
--- One migrator at a time; ends with the transaction, so that no crash can strand it.
+-- One migrator at a time. The lock ends with the transaction, so that a crash cannot leave it behind.
 -- name: lock
 select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0));
 
 
--- "create schema if not exists" would ask for the right to create even when it exists.
+-- `create schema if not exists` would need the right to create a schema even if the schema exists.
 -- name: bootstrap
 do $$
 begin
@@ -31,8 +31,8 @@ create table if not exists tasklib.schema_migrations (
 );
 
 
--- A query, not to_regclass: that answers from the backend's cache, which does not hear of a schema that was made
--- while this transaction waited for the lock. Asked before the search_path is set, so that every name has its schema.
+-- This is a query and not to_regclass, which answers from the backend's cache: the cache does not know of a schema that was
+-- created while this transaction waited for the lock. Every name has its schema, because the search_path is not set yet.
 -- name: exists
 select exists (
     select from pg_catalog.pg_class as class
@@ -40,7 +40,7 @@ select exists (
     where namespace.nspname operator(pg_catalog.=) $1 and class.relname operator(pg_catalog.=) 'schema_migrations');
 
 
--- As above.
+-- Runs before the search_path is set, like `exists`.
 -- name: applied
 select version, name, phase, checksum, revision from tasklib.schema_migrations order by version;
 

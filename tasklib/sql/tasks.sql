@@ -1,4 +1,4 @@
--- Statements about tasks that nobody holds: submitting, reading, promoting, expiring, cancelling. Parameters are $1, $2 ..., so
+-- Statements about tasks that no worker holds: submitting, reading, promoting, expiring, cancelling. Parameters are $1, $2 ..., so
 -- that a query can be pasted into psql as `prepare name as ...`. A test prepares every one. `:task_columns` and the like are in
 -- parts.sql.
 
@@ -83,7 +83,7 @@ where task.id = any($1::uuid[]);
 
 -- Takes a lock that is held until the session ends. While it is held, each change that makes a task final sends a
 -- notification: see the trigger tell_done.
--- name: say_that_somebody_waits
+-- name: announce_waiting
 select pg_advisory_lock_shared(hashtextextended('tasklib.task_done', 0));
 
 

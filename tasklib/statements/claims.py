@@ -6,6 +6,7 @@ import functools
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID  # noqa: TC003 - pydantic reads the types of ClaimedTask
 
 from tasklib.outcomes import HeldTask
 from tasklib.sql import columns, queries
@@ -14,12 +15,11 @@ from tasklib.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from uuid import UUID
 
     from tasklib.config import Config
 
 MOST_AGEING_STEPS = 1_000  # as in `claim_aged`
-LEAST_PATIENCE_SECONDS = 10.0  # with a worker that has no row: it may be about to find that out
+LEAST_PATIENCE_SECONDS = 10.0  # a worker that has lost its row has this long to notice it
 
 
 class ClaimedTask(NamedTuple):
@@ -62,7 +62,7 @@ class _ClaimRows:
         return itemgetter(*(self._columns.index(name) for name in names))
 
     def tasks(self, rows: list[Row], worker_id: str, queue: str | None = None) -> list[ClaimedTask]:
-        """In the order of the queue, in which the rows are put, too. The UPDATE of a claim answers in no order, and the
+        """In the order of the queue. The rows are sorted in place. The UPDATE of a claim answers in no order, and the
         server would take 1.5 us a task to sort them: five times as long.
         """
         claim_id, claimed = self._of_the_claim(rows[0])
@@ -85,8 +85,8 @@ _OF_MANY = _FROM_MANY.getter("answered_epoch", "reached")
 
 
 class Claim(NamedTuple):
-    """What came of a claim from one queue; and, if the queue had no more, what its worker has to know before it
-    sleeps.
+    """The answer to a claim from one queue. If the queue had no more tasks, it also has what the worker needs to know
+    before it sleeps.
     """
 
     tasks: list[ClaimedTask]
@@ -108,7 +108,7 @@ class Claim(NamedTuple):
 
 
 class MixedClaim(NamedTuple):
-    """What came of a claim from several queues."""
+    """The answer to a claim from several queues."""
 
     tasks: list[ClaimedTask]
     answered_at: datetime | None  # by the database's clock; None: nothing came

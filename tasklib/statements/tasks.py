@@ -1,7 +1,8 @@
-"""What clients send: submitting, reading and cancelling tasks."""
+"""The statements of clients: submitting, reading and cancelling tasks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -81,7 +82,12 @@ class Statements:
         return [self._submit_batch(by_key[at : at + BATCH_ROWS]) for at in range(0, len(by_key), BATCH_ROWS)]
 
     def get(self, task_id: UUID | str) -> Statement[Task | None]:
-        return Statement(self._sql["get"], (as_uuid(task_id),), _read_one, is_change=False)
+        return Statement(
+            self._sql["get"],
+            (as_uuid(task_id),),
+            lambda rows: Task.from_row(rows[0]) if rows else None,
+            is_change=False,
+        )
 
     def attempts(self, task_id: UUID | str) -> Statement[list[Attempt]]:
         return Statement(
@@ -104,8 +110,8 @@ class Statements:
             self._sql["unfinished"], ([*task_ids],), lambda rows: [*map(Unfinished._make, rows)], is_change=False
         )
 
-    def say_that_somebody_waits(self) -> Statement[None]:
-        return Statement(self._sql["say_that_somebody_waits"], (), read_nothing)
+    def announce_waiting(self) -> Statement[None]:
+        return Statement(self._sql["announce_waiting"], (), read_nothing)
 
     def list(
         self, state: str | None, name: str | None, limit: int, **filters: Unpack[ListFilters]
@@ -118,13 +124,14 @@ class Statements:
         wanted = checked.get("state")
         parameters = (
             checked.get("after"), wanted, checked.get("name"), checked.get("queue"), checked.get("tags"),
-            checked.get("created_after"), checked.get("created_before"), _check_limit(limit), checked.get("final"),
+            checked.get("created_after"), checked.get("created_before"),
+            check_whole("limit", limit, 1, MAX_LIST_LIMIT), checked.get("final"),
         )  # fmt: skip
         sql = self._sql["list_unsuccessful" if wanted in UNSUCCESSFUL else "list"]
         return Statement(sql, parameters, _read_all, is_change=False)
 
     def cancel(self, task_id: UUID | str, reason: str | None) -> Statement[str | None]:
-        text = None if reason is None else check_text("reason", storable)(reason)
+        text = None if reason is None else storable(check_text("reason", reason))
         return Statement(self._sql["cancel"], (as_uuid(task_id), text), read_value)
 
     def retry(self, task_id: UUID | str) -> Statement[bool]:
@@ -176,16 +183,8 @@ def _iso(moment: datetime | None) -> str | None:
     return None if moment is None else moment.isoformat()
 
 
-def _read_one(rows: list[Row]) -> Task | None:
-    return Task.from_row(rows[0]) if rows else None
-
-
 def _read_all(rows: list[Row]) -> list[Task]:
     return [Task.from_row(row) for row in rows]
-
-
-def _tags(tags: Mapping[str, Any]) -> Any:
-    return checked_options({"tags": tags})["tags"]
 
 
 def _state(state: str) -> State:
@@ -195,14 +194,13 @@ def _state(state: str) -> State:
         raise InvalidOptions(f"{state!r} is not a state; there are: {', '.join(State)}") from None
 
 
-_check_limit = check_whole("limit", 1, MAX_LIST_LIMIT)
 _FILTER_CHECKS: dict[str, Callable[[Any], Any]] = {
     "state": _state,
-    "name": check_text("name", str),
-    "queue": check_text("queue", str),
-    "tags": _tags,
-    "created_after": check_moment("created_after"),
-    "created_before": check_moment("created_before"),
+    "name": partial(check_text, "name"),
+    "queue": partial(check_text, "queue"),
+    "tags": lambda tags: checked_options({"tags": tags})["tags"],
+    "created_after": partial(check_moment, "created_after"),
+    "created_before": partial(check_moment, "created_before"),
     "after": as_uuid,
-    "final": check_flag("final"),
+    "final": partial(check_flag, "final"),
 }

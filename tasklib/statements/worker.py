@@ -1,5 +1,5 @@
-"""What workers and duties send, beside the statements about claims and outcomes: about their own row, about the
-doorbell, and about tasks whose time has come.
+"""The other statements of workers and duties, beside those about claims and outcomes: about the worker's own row, the
+doorbell, and tasks whose time has come.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Promotion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker says about itself."""
+    """A worker's row, as it registers it."""
 
     worker_id: str
     name: str

@@ -1,4 +1,4 @@
-"""What the parts of one run of a worker have in common."""
+"""What the parts of one run of a worker share: configuration, options, sessions, clock and metrics."""
 
 from __future__ import annotations
 

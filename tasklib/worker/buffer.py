@@ -30,7 +30,7 @@ MOST_LOADED_BYTES = 64 * 1024 * 1024  # of large arguments: then no more are loa
 LARGEST_BUFFER = 2_000
 WORTHWHILE_CLAIM = 500  # a worker that waits for more capacity may run out of tasks meanwhile
 LOOK_AHEAD_SECONDS = 0.1  # of work is held beyond the slots
-LATE_SECONDS = 1.0  # tasks that would wait for longer, judged by the latest durations, go back
+LATE_SECONDS = 1.0  # waiting tasks go back if, by the latest durations, they would wait for longer
 STUCK_SECONDS = 0.5  # if nothing has started for so long, waiting tasks go back to their queue
 
 
@@ -103,7 +103,7 @@ class Buffer:
     # --- for the claimer ---
 
     def capacity(self) -> int:
-        """How many more tasks to claim. None while a claim would not be worth its while."""
+        """How many more tasks to claim; 0 while a claim is not worthwhile."""
         with self.lock:
             if not self._may_take or self._unprepared.one_must_be_alone() or self._one_runs_alone():
                 return 0
@@ -270,7 +270,7 @@ class Buffer:
             return max(min(missing, self.concurrency - threads), 0)
 
     def done(self, ended: Sequence[tuple[Execution, float]]) -> None:
-        """Executions and their durations. They have ended, and are held until their outcomes are committed."""
+        """These executions have ended, each after so many seconds. They are held until their outcomes are committed."""
         if not ended:
             return
         with self.lock:

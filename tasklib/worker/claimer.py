@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.worker.buffer import STUCK_SECONDS
-from tasklib.worker.sleep import STEPS, Move, Situation, next_move
+from tasklib.worker.sleep import STEPS, Move, Situation, Sleep, next_move
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tasklib.worker.preparation import Preparation
     from tasklib.worker.reconciliation import Reconciliation
     from tasklib.worker.reports import Reports
-    from tasklib.worker.sleep import Sleep
 
 CLAIM_LIMIT = 1_000  # the most that one claim takes
 PREPARE_PAUSE_SECONDS = 0.05  # until the next look whether a waiting execution can be prepared

@@ -1,7 +1,8 @@
 """Claims tasks: from which queues, in which order, and what happens to rows that PostgreSQL refuses to change.
 
-Likely queues have a claim each. All others share one, which takes a few tasks from every queue. No queue that is never
-empty keeps the others waiting: the likely ones take turns at being first, and the others come first once a second.
+Each likely queue has a claim of its own. All others share one, which takes a few tasks from every queue. A queue that
+is never empty does not keep the others waiting: the likely ones take turns at being first, and once a second the others
+come first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tasklib.duties.promoter import Promoter
 from tasklib.log import log
 from tasklib.policies.turns import Turns
 from tasklib.runtime.bad_rows import Aside, first_line
-from tasklib.statements import MixedClaim
+from tasklib.statements import Claim, ClaimedTask, MixedClaim, Place, Statement
 from tasklib.worker.unwritten import grouped
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.runtime.metrics import Found
-    from tasklib.statements import Claim, ClaimedTask, Place, Statement
     from tasklib.worker.basis import Basis
     from tasklib.worker.lease import Lease
     from tasklib.worker.policy_watch import PolicyWatch
@@ -111,7 +111,7 @@ class DueTasks:
 
 
 class Claims:
-    """What is claimed is in the buffer afterwards."""
+    """Claims tasks, and puts them into the buffer."""
 
     def __init__(
         self,

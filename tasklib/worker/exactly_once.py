@@ -21,21 +21,32 @@ from psycopg import conninfo
 from psycopg.pq import ConnStatus
 
 from tasklib.clock import time
-from tasklib.connection import OWN_SETTINGS, SEARCH_PATH, set_local
+from tasklib.connection import OWN_SETTINGS, SEARCH_PATH, BoundedAsyncConnection, BoundedConnection, set_local
 from tasklib.connection_string import connection_string
 from tasklib.current import USE_ASYNC_CONNECTION, USE_CONNECTION
 from tasklib.database_errors import is_connection_lost
 from tasklib.errors import InvalidOptions, NoCurrentTask
 from tasklib.log import log
-from tasklib.outcomes import Completed, Failed, Interrupted, Snoozed, TimedOut, delay_of_free_run, has_free_runs
+from tasklib.outcomes import (
+    Completed,
+    Failed,
+    Interrupted,
+    Outcome,
+    Settlement,
+    Snoozed,
+    TimedOut,
+    delay_of_free_run,
+    has_free_runs,
+)
 from tasklib.runtime.loop import FIRST_PAUSE_SECONDS
-from tasklib.statements import Statement, settlement_json
+from tasklib.statements import Statement, WorkerStatements, settlement_json
 from tasklib.worker.problems import problem_of
 from tasklib.worker.task_call import outcome_of
 from tasklib.worker.task_connection import (
     BUSY,
     AsyncTaskConnection,
     SyncTaskConnection,
+    TaskConnection,
     answer,
     log_broken,
     run_blocking,
@@ -47,19 +58,15 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tasklib.config import Config
-    from tasklib.connection import BoundedAsyncConnection, BoundedConnection
-    from tasklib.outcomes import Outcome, Settlement
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.runtime.observer import WorkerObserver
-    from tasklib.statements import WorkerStatements
     from tasklib.worker.execution import Execution
-    from tasklib.worker.task_connection import TaskConnection
 
 LONGEST_PAUSE_SECONDS = 1.0  # between two attempts to connect
 WAITED_SHARE = 0.1  # of a task's timeout: a shorter wait for the connection does not excuse the timeout
 
-# From now on the task's row is locked: if this worker falls silent, the server must not wait for it. The session is the
-# task's, and so are its search_path and its role. They are ours for the completion alone, since deferred triggers of
+# From now on the task's row is locked: if this worker falls silent, the server must not wait for it. The search_path
+# and the role of the session belong to the task. We replace them for the completion alone, since deferred triggers of
 # the task's tables run after it.
 _TAKE_OVER = """select pg_catalog.date_part('epoch', pg_catalog.now()) operator(pg_catalog.=) $4::double precision,
                        pg_catalog.current_setting('search_path'),
@@ -196,7 +203,7 @@ class Transactions:
         if not await connection.send(self._completion(execution, outcome)):
             await connection.roll_back()
             return await self._not_completed(execution, connection)
-        # What the task has left running may have aborted the transaction since: then the COMMIT fails, and tells it.
+        # Code that the task left running may have aborted the transaction since. Then the COMMIT fails, and says so.
         with contextlib.suppress(psycopg.errors.InFailedSqlTransaction):
             await connection.send(_give_back(settings))
         execution.is_committed = None  # unknown, until the answer to the COMMIT is here

@@ -8,13 +8,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasklib.clock import time
-from tasklib.outcomes import TaskInterrupt
+from tasklib.outcomes import HeldTask, TaskInterrupt
 
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from tasklib.outcomes import HeldTask
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.statements import ClaimedTask
     from tasklib.task import TaskFunction
@@ -181,10 +180,10 @@ class Interruptible(Protocol):
 class InterruptibleThread:
     """Raises an exception inside the current thread, but only while that executes the given task.
 
-    The exception may land in a `finally` of the user's code; in a C call that does not return it never lands. If it is
-    still on its way when the function has ended, it is made to land here. It cannot be withdrawn instead, by setting no
-    exception: CPython 3.11 then keeps its eval breaker set for ever, which slows down every thread, and under a tracer
-    stops all of them.
+    The exception may be raised in a `finally` of the user's code. In a C call that does not return it is never raised.
+    If it is still pending when the function has ended, it is made to be raised here. It cannot be withdrawn by setting
+    no exception: CPython 3.11 then keeps its eval breaker set for ever, which slows down every thread, and under a
+    tracer stops all of them.
     """
 
     __slots__ = ("_execution", "_lock", "_thread_id", "_was_sent")
@@ -208,10 +207,10 @@ class InterruptibleThread:
                     self._execution = None
                     was_sent, self._was_sent = self._was_sent, False
                 if was_sent:
-                    self._let_it_land()
+                    self._await_exception()
                 break
             except TaskInterrupt:
-                continue  # it landed here, after the function had ended
+                continue  # it was raised here, after the function had ended
 
     def interrupt(self, kind: type[TaskInterrupt], execution: object) -> None:
         """Nothing happens if the thread executes another task by now."""
@@ -220,8 +219,8 @@ class InterruptibleThread:
                 self._was_sent = True
                 _raise_in_thread(self._thread_id, kind)
 
-    def _let_it_land(self) -> None:
-        """The exception may have landed in the function already. So another one replaces it, and lands here."""
+    def _await_exception(self) -> None:
+        """The exception may have been raised in the function already. So another one replaces it, to be raised here."""
         _raise_in_thread(self._thread_id, TaskInterrupt)
         while True:
             pass

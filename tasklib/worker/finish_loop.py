@@ -14,20 +14,18 @@ import psycopg
 from tasklib.clock import time
 from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import succeeded
+from tasklib.outcomes import Completed, Settlement, Snoozed, succeeded
 from tasklib.runtime.bad_rows import first_line, send_apart
-from tasklib.statements import Started
+from tasklib.statements import Started, WorkerStatements
 from tasklib.worker.unwritten import Ended, UnwrittenOutcomes, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from uuid import UUID
 
-    from tasklib.outcomes import Completed, Settlement, Snoozed
     from tasklib.runtime.database_clock import DatabaseClock, Reading
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
 

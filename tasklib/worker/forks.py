@@ -1,4 +1,4 @@
-"""What becomes of a task that forks and returns in both processes.
+"""Ends the copy of a worker that a task makes when it forks and returns in both processes.
 
 The copy has everything that the worker has: its claimed tasks, its lease, its connections. It must use none of them, so
 it ends where the task's function would return to the worker: at once, without the worker's exit handlers, and without

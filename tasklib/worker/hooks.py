@@ -7,8 +7,8 @@ Sync hooks run before the first task, in the thread that starts the worker; asyn
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tasklib.clock import time
@@ -16,9 +16,6 @@ from tasklib.log import log
 from tasklib.worker.forks import call_in_one_process
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine
-    from contextlib import AbstractContextManager
-
     RunAsync: TypeAlias = Callable[[Callable[[], Coroutine[Any, Any, Any]], Callable[[], bool]], None]
 
 

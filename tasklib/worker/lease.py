@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from typing import TYPE_CHECKING
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from tasklib.clock import time
 from tasklib.log import log
@@ -20,7 +20,6 @@ from tasklib.statements import WorkerDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
     import psycopg
 
@@ -48,7 +47,7 @@ class Lease:
         self._run_out = -math.inf  # the last `valid_until` that was seen to have passed
         self._run_out_seen = -math.inf  # when that was seen
         self.is_stopping = False
-        self.on_regained: Callable[[], None] = lambda: None  # what is held has to be compared before anything starts
+        self.on_regained: Callable[[], None] = lambda: None  # the held tasks have to be compared before any task starts
         self.on_cancel: Callable[[Execution], None] = lambda _: None
         self.before_renewal: Callable[[], None] = lambda: None
 

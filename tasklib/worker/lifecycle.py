@@ -121,19 +121,12 @@ class Lifecycle:
             loop.stop()
         for loop in run.loops.values():
             loop.join(self._config.database_timeout_seconds)
-        self._write_statistics()
+        if run.basis.sessions["duties"].is_connected:  # the database may be away
+            run.duties.rollups.write_last()
         self._deregister()
         for session in run.basis.sessions.values():
             session.close()
         log.info("worker.stopped", worker_id=run.lease.worker_id)
-
-    def _write_statistics(self) -> None:
-        """Only on an open connection: the database may be away."""
-        try:
-            if self._run.basis.sessions["duties"].is_connected:
-                self._run.duties.rollups.run_once()
-        except Exception as error:  # noqa: BLE001 - the statistics miss the last seconds then
-            log.warning("statistics.lost", error=first_line(error))
 
     def _deregister(self) -> None:
         lease = self._run.lease

@@ -12,22 +12,19 @@ sleeping for them, all the time.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from tasklib.clock import time
 from tasklib.log import log
-from tasklib.runtime.listening import Notifications
-from tasklib.statements import Statement
+from tasklib.runtime.listening import Notification, Notifications
+from tasklib.statements import Statement, WorkerStatements
 from tasklib.worker.doorbell import Doorbell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
     from tasklib.connection import BoundedConnection
-    from tasklib.runtime.listening import Notification
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
 
 CHECK_EVERY_SECONDS = 10.0
 CHECK_WAIT_SECONDS = 3.0

@@ -44,12 +44,12 @@ class Preparation:
         self.suspects = suspects
 
     def add(self, executions: Iterable[Execution]) -> None:
-        """To the buffer."""
+        """Put executions into the buffer, and prepare those that have a slot."""
         self._reports.give_back(self._buffer.add(executions))
         self.run()
 
     def run(self) -> None:
-        """Prepare what there is a slot for."""
+        """Prepare the executions for which there is a slot."""
         if not self._buffer.has_unprepared():
             return
         self.suspects.offer_processes()
@@ -58,7 +58,7 @@ class Preparation:
                 self._reports.report(execution, Expired())
             elif self._load(execution) and self._mark(execution) and not self._buffer.admit(execution):
                 self._reports.give_back([execution])
-        self._buffer.wake_runners()  # for what was held back meanwhile
+        self._buffer.wake_runners()  # other executions were held back meanwhile
 
     def _load(self, execution: Execution) -> bool:
         """False: it was reported or dropped. Arguments that cannot be fetched fail their own task."""

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from tasklib.clock import time
 from tasklib.log import log
-from tasklib.outcomes import Interrupted, Rules, StopInterrupt, decide
+from tasklib.outcomes import HeldTask, Interrupted, Rules, StopInterrupt, decide
 from tasklib.runtime.outcome_writer import Decided, RecoveryWriter
 from tasklib.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tasklib.outcomes import HeldTask
     from tasklib.worker.basis import Basis
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
@@ -110,6 +109,6 @@ class Reconciliation:
 
 
 def lost_end(task: HeldTask) -> Interrupted:
-    """What became of a task that this worker holds in the database and does not know."""
+    """The outcome of a task that the database says this worker holds, and that the worker does not know."""
     has_begun = task.state == State.RUNNING
     return Interrupted(began=has_begun, ran=has_begun, reason="what became of it was lost")

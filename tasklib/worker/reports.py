@@ -1,4 +1,4 @@
-"""What the runners and the claimer report about executions: that one begins, how far it is, and how it has ended."""
+"""Reports of the runners and the claimer about executions: that one begins, how far it is, and how it has ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tasklib.outcomes import (
     Completed,
     Failed,
     Interrupted,
+    Outcome,
     Rules,
     Settlement,
     Snoozed,
@@ -22,14 +23,12 @@ from tasklib.outcomes import (
     decide,
     succeeded,
 )
-from tasklib.retry import Exponential
 from tasklib.worker.forks import call_in_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from tasklib.outcomes import Outcome
     from tasklib.runtime.loop import Loop
     from tasklib.worker.basis import Basis
     from tasklib.worker.buffer import Buffer
@@ -51,7 +50,7 @@ class Reports:
         timeouts: TimeoutWatch,
         loops: Mapping[str, Loop],
     ) -> None:
-        self._config = config = basis.config
+        self._config = basis.config
         self._clock = basis.clock
         self._observer = basis.observer
         self.buffer = buffer
@@ -59,11 +58,7 @@ class Reports:
         self._lease = lease
         self._timeouts = timeouts
         self._loops = loops
-        default = Exponential(
-            config.base_retry_delay_seconds, config.retry_backoff_multiplier, config.max_retry_delay_seconds,
-            config.retry_jitter,
-        )  # fmt: skip
-        self._default_rules = Rules(default, config.bury_after, config.timeout_delta_seconds)
+        self._default_rules = Rules.of(basis.config)
         self._rules: dict[Any, Rules] = {}  # by backoff
 
     def begin(self, execution: Execution) -> bool:

@@ -10,7 +10,7 @@ from tasklib.budget import connection_budget
 from tasklib.duties.duty_list import DutyList, DutyOptions
 from tasklib.duties.runner import DutyRunner
 from tasklib.runtime.loop import Loop
-from tasklib.worker.basis import Basis
+from tasklib.worker.basis import Basis, Options
 from tasklib.worker.buffer import Buffer
 from tasklib.worker.claimer import Claimer
 from tasklib.worker.claims import Claims
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tasklib.current import CurrentTask
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.observer import WorkerObserver
-    from tasklib.worker.basis import Options
     from tasklib.worker.execution import Execution
     from tasklib.worker.served import Served
 

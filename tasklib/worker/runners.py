@@ -21,21 +21,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 from tasklib.clock import time, with_real_time
-from tasklib.current import enter_task
+from tasklib.current import CurrentTask, enter_task
 from tasklib.log import log
-from tasklib.outcomes import Expired, Failed
-from tasklib.worker.execution import InterruptibleThread
+from tasklib.outcomes import Expired, Failed, HeldTask, Outcome, TaskInterrupt
+from tasklib.worker.execution import Execution, InterruptibleThread
 from tasklib.worker.hooks import await_inside_hooks, call_inside_hooks, has_around_hooks
 from tasklib.worker.task_call import completed, outcome_of, prepared_call, refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from tasklib.current import CurrentTask
-    from tasklib.outcomes import HeldTask, Outcome, TaskInterrupt
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.exactly_once import Transactions
-    from tasklib.worker.execution import Execution
     from tasklib.worker.forks import Original
     from tasklib.worker.isolation.processes import IsolatedProcesses
 

@@ -1,4 +1,4 @@
-"""When the claimer sleeps, and what it does before it does.
+"""When the claimer sleeps, and what it does before that.
 
 Inserts notify only workers that have said that they sleep ("armed the doorbell"). So a worker arms it, looks once more,
 and only then sleeps. A worker that has work all the time disarms it: every notification costs the inserting commit a

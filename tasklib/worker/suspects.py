@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasklib.clock import time
-from tasklib.worker.execution import MOST_CONTAINED_RUNS
+from tasklib.worker.execution import MOST_CONTAINED_RUNS, Execution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from tasklib.worker.basis import Basis
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.claims import Claims
-    from tasklib.worker.execution import Execution
     from tasklib.worker.isolation.processes import IsolatedProcesses
     from tasklib.worker.lease import Lease
 
 SUSPECTS_EVERY_SECONDS = 0.25  # a worker that is never idle looks for suspects
 LAST_RESORT_EVERY_SECONDS = 10.0  # also if it is not likely to be empty soon
-PAUSE_SECONDS = 1.0  # after a suspect went back that did not get the worker for itself as soon as expected
-LAST_RESORT_PAUSE_SECONDS = 60.0  # after one went back that was taken as a last resort
+PAUSE_SECONDS = 1.0  # after a suspect went back, because the worker was not empty as soon as expected
+LAST_RESORT_PAUSE_SECONDS = 60.0  # after a suspect went back that was taken as a last resort
 
 
 class Suspects:

@@ -1,4 +1,4 @@
-"""The call of a task function: with which arguments, and which outcome its return value or its exception is."""
+"""The call of a task function: its arguments, and the outcome that its return value or its exception stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tasklib.outcomes import (
     Completed,
     Fail,
     Failed,
+    HeldTask,
     Interrupted,
+    Outcome,
     PauseQueue,
     Problem,
     Retry,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tasklib.options import TaskOptions
-    from tasklib.outcomes import HeldTask, Outcome
     from tasklib.worker.execution import Execution
 
 

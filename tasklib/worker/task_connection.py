@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import psycopg
@@ -31,7 +31,6 @@ from tasklib.sending import send, send_async
 from tasklib.statements import Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
 T = TypeVar("T")

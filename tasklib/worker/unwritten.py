@@ -16,9 +16,19 @@ import psycopg
 from tasklib.clock import time
 from tasklib.database_errors import is_about_rows, is_connection_lost
 from tasklib.log import log
-from tasklib.outcomes import Completed, Interrupted, Problem, Rules, Settlement, decide, succeeded
+from tasklib.outcomes import (
+    AttemptOutcome,
+    Completed,
+    HeldTask,
+    Interrupted,
+    Problem,
+    Rules,
+    Settlement,
+    decide,
+    succeeded,
+)
 from tasklib.runtime.outcome_writer import OutcomeWriter
-from tasklib.statements import Completions, settlement_json
+from tasklib.statements import Completions, WorkerStatements, settlement_json
 from tasklib.states import State
 from tasklib.strict_json import storable
 
@@ -26,11 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from uuid import UUID
 
-    from tasklib.outcomes import AttemptOutcome, HeldTask
     from tasklib.runtime.database_clock import Reading
     from tasklib.runtime.metrics import WorkerMetrics
     from tasklib.runtime.session import Session
-    from tasklib.statements import WorkerStatements
     from tasklib.worker.buffer import Buffer
     from tasklib.worker.execution import Execution
 
@@ -257,7 +265,7 @@ class UnwrittenOutcomes(OutcomeWriter[Ended]):
         return 0 if instead is None else self.settle(worker_id, [instead])
 
     def _refuse(self, outcome: Ended, error: psycopg.Error) -> Ended | None:
-        """What to write instead: at least that the outcome could not be stored."""
+        """The outcome to write instead, which says that the real one could not be stored."""
         reason = error.diag.message_primary or type(error).__name__
         task, problem = outcome.task, outcome.settlement.problem
         log.error("finish.refused", task=task.name, task_id=task.id, reason=reason)
@@ -335,8 +343,8 @@ def _without_what_was_refused(settlement: Settlement, reason: str) -> Settlement
 
 
 def _as_written(settled: Collection[UUID], ended: Ended) -> Ended | None:
-    """What became of it in the database. A task that was completed in its own transaction is given back afterwards;
-    it is settled that way only if the completion was lost.
+    """The outcome as the database has it. A task that was completed in its own transaction is given back afterwards; it
+    is settled that way only if the completion was lost.
     """
     is_settled = ended.execution.id in settled
     if ended.execution.is_committed is False:

@@ -73,7 +73,7 @@ class TaskWorker:
         self._running = threading.Lock()
         self._observer = observer or WorkerObserver()
         self.has_listener = False  # with listen=False: another process listens for it, and calls `ring`
-        self.on_full: Callable[[], None] = lambda: None  # called by a `ring` that it has no capacity for: pass it on
+        self.on_full: Callable[[], None] = lambda: None  # called by a `ring` for which it has no capacity: pass it on
         self._metrics = metrics
         self._is_paused = False
         self._pausing = threading.Lock()

@@ -144,7 +144,7 @@ def run_daemon(settings_file: str) -> None:
     from tasklib_daemon import settings, supervisor  # noqa: PLC0415 - only in the daemon's process
 
     supervisor.Children = WatchedChildren  # type: ignore[attr-defined]
-    sys.exit(supervisor.run(settings.load(Path(settings_file))))
+    sys.exit(supervisor.Supervisor(settings.load(Path(settings_file))).run())
 
 
 # --- the campaign ---

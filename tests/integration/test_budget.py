@@ -12,7 +12,7 @@ import pytest
 
 import tasklib
 from tasklib import embedded, migrate
-from tasklib.budget import KEEPER_LOOPS, Budget, connection_budget, daemon_budget, warn_if_scarce
+from tasklib.budget import KEEPER_LOOPS, Budget, BudgetCheck, connection_budget, daemon_budget
 from tasklib.runtime.session import Session
 from tests.support.pooler import PROGRAM, WHY_NOT, pgbouncer
 from tests.support.working import running, wait_final
@@ -97,7 +97,7 @@ def scarcity(caplog: pytest.LogCaptureFixture, url: str, budget: Budget, *, othe
         if others is not None:
             conn = session.connection()
             wait_until(lambda: conn.execute(backends).fetchone() == (1 + others,), f"{others} others")
-        warn_if_scarce(session, budget)
+        BudgetCheck(session, budget).run_once()
     return "\n".join(record.message for record in caplog.records)
 
 

@@ -165,7 +165,7 @@ def test_a_killed_worker_is_recovered_by_its_report(
                 wait_until(lambda: get(client, waiting[-1]).state == "claimed", "the others to be held")
                 spare.resume()  # there is nothing for it yet
                 report = worker.kill()
-                kept.keeper.receive([{"say": "died", "report": json.loads(json.dumps(report.to_json()))}])
+                kept.keeper.receive([{"say": "died", "report": json.loads(json.dumps(report.to_message()))}])
 
                 def is_running_again() -> bool:
                     again = ("running", spare.worker_id)
@@ -360,10 +360,10 @@ def test_reports_wait_for_the_database(
     with Kept(own()) as kept:
         wait_until(lambda: kept.is_so(database=True), "the keeper")
         with refusing(conn):
-            kept.keeper.receive([{"say": "died", "report": report_of(worker, claimed).to_json()}])
+            kept.keeper.receive([{"say": "died", "report": report_of(worker, claimed).to_message()}])
             wait_until(lambda: kept.is_so(database=False, listening=False), "the keeper to notice")
-            assert kept.keeper.is_recovering
-        wait_until(lambda: not kept.keeper.is_recovering, "the report to be dealt with")
+            assert kept.keeper.recoveries.is_waiting
+        wait_until(lambda: not kept.keeper.recoveries.is_waiting, "the report to be dealt with")
     assert attempts(conn, task)[0][0] == "WORKER_FAILURE"
 
 
@@ -708,7 +708,7 @@ def test_it_deals_with_what_it_was_told_before_it_goes(
         process.wait_for(elected=True, database=True)
         with psycopg.connect(direct(config.database_url)) as holder:
             holder.execute("lock table tasklib.claims")
-            process.channel.send({"say": "died", "report": report_of(worker, claimed).to_json()})
+            process.channel.send({"say": "died", "report": report_of(worker, claimed).to_message()})
             process.process.send_signal(signal.SIGTERM)
             waits: set[Any] = set()
 

@@ -421,7 +421,7 @@ import os, pwd, sys
 from pathlib import Path
 from tasklib.embedded import watchdog
 try:
-    watchdog._go_by(54321)
+    watchdog._run_as_known_user(54321)
 except OSError as error:
     print(error)
     sys.exit(77)

@@ -252,7 +252,7 @@ async def test_a_timeout_says_how_the_task_stands(add: Any, config: tasklib.Conf
 async def test_who_gives_up_leaves_nothing_behind(add: Any) -> None:
     """Cancelled, or timed out: nobody is waiting any more."""
     handle = await add.submit_handle(1, 1)
-    room = tasklib.application.default_client().database.waiting_room._room()
+    room = tasklib.application.default_client().database.waiting_room
     task = asyncio.ensure_future(handle.result())
     await asyncio.to_thread(wait_until, lambda: bool(room._tickets), "somebody waits")
     task.cancel()
@@ -277,7 +277,7 @@ async def test_a_row_that_is_deleted_is_not_waited_for(add: Any, conn: Conn, mon
     monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.05)
     handle = await add.submit_handle(1, 1)
     task = asyncio.ensure_future(handle.result(20))
-    room = tasklib.application.default_client().database.waiting_room._room()
+    room = tasklib.application.default_client().database.waiting_room
     entered = await asyncio.to_thread(first_seen, room, handle.id)
     await asyncio.to_thread(wait_until, lambda: room._seen_at[handle.id] > entered, "the row to be seen")
     conn.execute("delete from tasklib.tasks where id = %s", [handle.id])
@@ -369,7 +369,7 @@ def test_a_loop_that_is_left_early_leaves_the_room(add: Any, worker: Any) -> Non
     completed = tasklib.as_completed_sync(ids, timeout=20)
     assert next(completed).id in ids
     completed.close()  # type: ignore[attr-defined]  # what `break` does, sooner or later
-    assert not tasklib.application.default_client().database.waiting_room._room()._tickets
+    assert not tasklib.application.default_client().database.waiting_room._tickets
 
 
 @pytest.mark.direct("sees by its lock that somebody listens")
@@ -392,7 +392,7 @@ def test_whatever_makes_a_task_final_tells(
             client.expire_tasks()),
         "finish": lambda: finish_by_hand(config, task_id),
     }  # fmt: skip
-    room = tasklib.application.default_client().database.waiting_room._room()
+    room = tasklib.application.default_client().database.waiting_room
     thread = threading.Thread(target=lambda: tasklib.wait_for_sync([task_id], 60))
     thread.start()
     wait_until(lambda: room._look_at > time.monotonic() + 25, "the first look to be over")

@@ -1390,25 +1390,18 @@ def test_what_expires_in_the_buffer_does_not_start(
     assert ran == []
 
 
-def test_the_promoter_as_a_duty(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
-    """`run_once` promotes what is due, and says when to look again: at once, when the next is due, or in a second."""
+def test_the_promoter(client: tasklib.Client, conn: Conn, config: tasklib.Config) -> None:
+    """It promotes what is due, and says how many tasks that were, and when the next one is due."""
     worker = ManualWorker(config, "promoter", lives=False)
     promoter = Promoter(worker.session, worker.statements)
-    assert promoter.run_once() == 1.0
-
-    def pause_before_the_next() -> float:
-        """A task that is due at the first look, because the machine stood still, is replaced by another one."""
-        conn.execute("delete from tasklib.tasks")
-        client.submit_task("later", delay_seconds=0.5)
-        pause = promoter.run_once()
-        assert pause is not None
-        return pause
-
-    wait_until(lambda: 0 < pause_before_the_next() <= 0.5, "a look before the next is due")
-    conn.execute("delete from tasklib.tasks")
+    assert promoter.promote() == (0, None)
     task_id = client.submit_task("later", delay_seconds=3600)
+    promoted, next_due_seconds = promoter.promote()
+    assert promoted == 0
+    assert next_due_seconds is not None
+    assert 0 < next_due_seconds <= 3600
     conn.execute("update tasklib.tasks set due_at = now(), scheduled_at = now()")
-    assert promoter.run_once() == 0.0
+    assert promoter.promote() == (1, None)
     assert get(client, task_id).ready
     worker.close()
 

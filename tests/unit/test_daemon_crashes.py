@@ -55,7 +55,7 @@ def settled(given: CrashReport, task: HeldTask, rules: Rules = RULES) -> tuple[s
 def test_a_report_survives_being_sent() -> None:
     """It crosses a channel as JSON."""
     sent = report("hard_timeout", executing=2, done=(Done(IDS[5], 3),), guilty=1)
-    assert CrashReport.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    assert CrashReport(**json.loads(json.dumps(sent.to_message()))) == sent
 
 
 @pytest.mark.parametrize("state", ["claimed", "running"])

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tasklib_daemon.status import why_not_live, why_not_ready
+from tasklib_daemon.status import Status, why_not_live, why_not_ready
 from tasklib_daemon.web.exposition import CONTENT_TYPE, Exposition
 from tasklib_daemon.web.samples import Reading
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from tasklib.runtime.metrics import Amounts
     from tasklib_daemon.settings import Web
-    from tasklib_daemon.status import Status
 
     Scope = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

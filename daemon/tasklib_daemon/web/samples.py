@@ -7,18 +7,17 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from tasklib_daemon import metrics
-from tasklib_daemon.status import DaemonState
+from tasklib_daemon.status import ChildStatus, DaemonState, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tasklib.runtime.metrics import Amounts, Key
     from tasklib_daemon.metrics import Metric
-    from tasklib_daemon.status import ChildStatus, Status
 
 
-# How long a daemon that lost the election goes on to show its last gauges. The next one needs some seconds to be
-# elected and to read. A gap would restart every alert that has a `for`. Alerts take the `max`: two values do no harm.
+# How long a daemon that lost the election still shows its last gauges. The next daemon needs some seconds to be elected
+# and to read them. A gap would restart every alert that has a `for`. Alerts take the `max`, so two values do no harm.
 HANDOVER_SECONDS = 60.0
 
 

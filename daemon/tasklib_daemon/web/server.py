@@ -113,7 +113,7 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def _most_descriptors() -> int:
-    """How many this process may open. A server that has none left accepts no connection for a second."""
+    """How many files this process may open. A server with none left accepts no connection for a second."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 

@@ -1,13 +1,13 @@
--- How much work there is, for a scaler: tasks that are ready, or are due and only wait to be made ready, and tasks that a
--- worker holds. In these queues, or in all of them.
+-- The size of the backlog, for a scaler: how many tasks are ready, are due, or are held by a worker. In the given queues, or
+-- in all of them.
 --
 --     select tasklib.backlog(array['default', 'mail']);
 --
--- What is due counts although no worker has made it ready: there may be none, because there was nothing to do. And what is
--- held counts, so that nobody is taken away while a task runs.
--- Counts up to `most`, and reads no more than that of each kind: a scaler asks every few seconds, and only wants to know
--- whether it is more than all of its workers can do. What will be due later is not read. Nor is it compiled, which would take
--- half a second (see tasklib.queue_statistics).
+-- Due tasks count even if no worker has made them ready yet: the scaler may have stopped all workers, because there was
+-- nothing to do. Held tasks count, so that the scaler stops no worker that runs a task.
+-- The count ends at `most`, and no more rows than that are read of each kind. A scaler asks every few seconds, and only wants
+-- to know whether there is more work than all of its workers can do. Tasks that are due later are not read.
+-- jit is off: to compile the query would take half a second (see tasklib.queue_statistics).
 create or replace function tasklib.backlog(queues text[] default null, most bigint default 10000) returns bigint
     language sql stable security definer
     set search_path = pg_catalog, pg_temp

@@ -1,5 +1,5 @@
--- The role that asks, also within a function with its owner's rights: the one it has set, or else its login's. No SET
--- clause, so that it is inlined.
+-- The role of the caller, even inside a function that runs with its owner's rights: the role that was set, or else that of
+-- the login. There is no SET clause, so that PostgreSQL can inline the function.
 create or replace function tasklib.caller() returns name
     language sql stable
 as $$

@@ -1,5 +1,6 @@
--- Cancels a task. 'cancelled': it was waiting, and will not run. 'asked': a worker holds it, and has been asked to stop
--- it; the task is cancelled when it does. Null: there is no such task, or it is final already.
+-- Cancels a task. The answer is 'cancelled' if the task was waiting: it will not run. The answer is 'asked' if a worker holds
+-- the task: the worker is asked to stop it, and the task is cancelled when it has stopped. The answer is null if there is no
+-- such task, or if it is final already.
 -- The reason is stored in `error` at once, also while the task is still running; `settle` keeps it there. A second cancel
 -- without a reason keeps the reason of the first.
 --

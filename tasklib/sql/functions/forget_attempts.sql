@@ -1,6 +1,6 @@
--- Attempts go with their task, once per DELETE and not once per row. Security definer, so that who may delete tasks needs
--- no right on attempts. On a table of somebody else's, `id` may have a type whose cast to uuid is that role's own function,
--- and would run with the owner's rights.
+-- Deletes the attempts of deleted tasks, once per DELETE and not once per row. Security definer, so that a role that may
+-- delete tasks needs no right on attempts. The function refuses to be the trigger of another table. There, `id` could have a
+-- type whose cast to uuid is a function of the table's owner, and that function would run with our owner's rights.
 create or replace function tasklib.forget_attempts() returns trigger
     language plpgsql security definer
     set search_path = pg_catalog, pg_temp

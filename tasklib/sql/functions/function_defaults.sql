@@ -1,7 +1,7 @@
--- The options of a raw INSERT that it leaves out: as the task's function says, else as the library does. The library
--- itself always says all of them, and whether the task is ready: for its rows only the WHEN clause is evaluated.
--- Fires before `task_defaults`, by its name. Security definer, so that who may insert a task need not be able to read
--- what functions there are.
+-- Fills in the options that a raw INSERT leaves out: those of the task's function, or else the library's defaults. The
+-- library itself always gives all options, and says whether the task is ready. So only the WHEN clause is evaluated for its
+-- rows. The trigger fires before `task_defaults`, because its name comes first. Security definer, so that a role that may
+-- insert tasks needs no right to read the task functions.
 create or replace function tasklib.function_defaults() returns trigger
     language plpgsql security definer
     set search_path = pg_catalog, pg_temp

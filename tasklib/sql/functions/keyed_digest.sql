@@ -1,4 +1,5 @@
--- What is kept beside an idempotency key: the digest of the payload and of who submitted it. See submitted_before.
+-- The digest that is stored with an idempotency key: of the payload, and of the role that submitted it. See
+-- submitted_before.
 create or replace function tasklib.keyed_digest(payload bytea) returns bytea
     language sql stable
 as $$

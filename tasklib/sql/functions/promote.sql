@@ -1,7 +1,7 @@
--- Makes tasks claimable whose time has come, the longest due first. Waits for nobody: whoever holds a row is promoting
--- it, or cancelling it. Answers how many, and in how many seconds the next one is due (null: none is known).
+-- Makes tasks ready whose time has come, the longest due first. It skips locked rows: another session is promoting or
+-- cancelling them. Answers how many it has promoted, and in how many seconds the next one is due (null: none is known).
 --
--- The clock is read in a subselect: as a bare volatile function it could not bound the index scan.
+-- The clock is read in a subselect: a bare volatile function could not bound the index scan.
 create or replace function tasklib.promote(out promoted bigint, out next_due_seconds double precision)
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -27,7 +27,7 @@ begin
     if promoted > 0 then
         perform tasklib.ring_all(queues);
     end if;
-    -- What is overdue and was left is in somebody else's hands: to wait zero seconds for it would be to spin.
+    -- Overdue tasks that are left are locked by other sessions. They do not count here, or the caller would spin.
     select extract(epoch from min(due_at) - clock_timestamp()) into next_due_seconds
       from tasklib.tasks
      where due_at > (select clock_timestamp());

@@ -1,19 +1,22 @@
--- How the queues are: how many tasks wait or are held in each, and for how long the first and the last of the ready ones
--- have been ready. Of one queue, or of all that have such tasks.
+-- The state of the queues: how many tasks wait or are held in each, and for how long its oldest and its newest ready task
+-- have been ready. Of one queue, or of all queues that have such tasks.
 --
 --     select * from tasklib.queue_statistics();
 --
--- Nothing is read but what waits or is held, and of that no more than `most` ready ones in each queue; a tenth, of all
--- queues together, where the rows themselves have to be read: those whose time comes first, be it to run or to expire. The
--- oldest is looked for among the hundred that were made first in each priority, of which the hundred lowest are looked at:
--- one that was delayed, or retried, is not old because it was made long ago. Where there are more, a few are looked at that
--- were made a minute ago, two, five and so on: behind thousands of retries that have just become ready again, what is new
--- may have waited for an hour. It is in the order of the claims, so what was made after one that waits has waited, too.
+-- Only tasks that wait or are held are read. At most `most` ready tasks are counted in each queue, in the index alone. The
+-- other tasks have to be read from the table: at most a tenth of `most`, of all queues together. Those that become due, or
+-- expire, first are read first.
 --
--- Without jit: before PostgreSQL 18, scans that are off and taken all the same make a plan look so dear that it is compiled,
--- and that took a second, with no task in the table.
+-- The oldest task is looked for among the first hundred that were submitted in each priority, in the hundred lowest
+-- priorities. A delayed or retried task is not old because it was submitted long ago: its age counts from when it became
+-- ready. So a hundred retries that have just become ready may hide a task that has waited for an hour. Therefore, where there
+-- are that many, a few tasks are looked at that were submitted one minute ago, two, five and so on. Tasks are claimed in the
+-- order in which they were submitted: if one of them waits, all that were submitted after it have waited too.
 --
--- Security definer: who may look at figures need not see the tasks.
+-- jit is off. Before PostgreSQL 18, a plan with scans that are switched off, and used all the same, has such a high cost that
+-- it is compiled. That took a second, with no task in the table.
+--
+-- Security definer: a role that may see these figures need not see the tasks.
 create or replace function tasklib.queue_statistics(in_queue text default null, most bigint default 1000000)
     returns table (
         queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint,
@@ -30,7 +33,7 @@ as $$
     with recursive lanes (queue) as (
         select first.queue
           from (select task.queue::text from tasklib.tasks as task
-                 where task.ready and task.queue >= coalesce($1, '')  -- a bound of the scan, also if there is none
+                 where task.ready and task.queue >= coalesce($1, '')  -- bounds the scan, even without a queue
                  order by task.queue limit 1) as first
          where $1 is null or first.queue = $1
         union all
@@ -86,7 +89,7 @@ as $$
          group by 1, 2
         union all
         select held.queue, held.state, count(*)
-          from (select distinct worker_id, task_id  -- one that was claimed twice is in two claims
+          from (select distinct worker_id, task_id  -- a task that was claimed twice is in two claims
                   from (select claim.worker_id, taken.task_id
                           from tasklib.claims as claim, unnest(claim.task_ids) as taken (task_id)
                          limit $2 / 10) as some_of_them) as taken
@@ -106,7 +109,7 @@ as $$
            greatest(extract(epoch from clock_timestamp() - min(oldest)), 0)::double precision,
            greatest(extract(epoch from clock_timestamp() - max(newest)), 0)::double precision
       from (select counts.queue, kind, tasks, null::timestamptz as oldest, null::timestamptz as newest from counts
-            union all  -- a join would compare each queue with each
+            union all  -- a join would compare each queue with each other one
             select ages.queue, 'age', 0, oldest, newest from ages) as found
      group by found.queue
      order by found.queue

@@ -1,6 +1,6 @@
--- Runs a task again, now: one that is final, with its retries before it again; or one that waits for its next attempt.
--- False: there is no such task, or it is pending or running. Attempts, token and crash count go on: they are history,
--- and the attempt that was kept in the task's own row gets one of its own.
+-- Runs a task again, now: a final task, whose retries begin anew, or one that waits for its next attempt. The answer is false
+-- if there is no such task, or if it is pending or running. Attempts, token and crash count go on, because they are history.
+-- The attempt that was kept in the task's own row becomes a row of `attempts`.
 --
 --     select tasklib.retry('0190a1b2-...');
 create or replace function tasklib.retry(task_id uuid) returns boolean

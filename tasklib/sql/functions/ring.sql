@@ -1,15 +1,16 @@
--- Wakes the workers of one queue, if any of them sleeps. Everything that makes a task runnable calls this and
--- nothing else sends these notifications. A ring is a hint to look, never the truth: the payload is empty, and equal
--- payloads collapse within a transaction.
+-- Wakes the workers of one queue, if one of them sleeps. Every statement that makes a task ready calls this function, and
+-- nothing else sends these notifications. A notification is only a hint to look. Its payload is empty, so that PostgreSQL
+-- merges those of one transaction.
 --
--- Who sleeps holds a shared lock on its queue, or on '*' for all of them: see doorbell.sql. Nobody sleeps: nothing is sent,
--- because each notifying commit holds one instance-wide lock through its fsync. The other lock says until the end of
--- the transaction that somebody may be about to commit who has not seen the sleepers of a moment later: it comes first.
--- Nothing here ever waits. Locked and unlocked in one expression: a cancel between two statements would leave the lock
--- to the session. Several that try at once take each other for asleep, and ring in vain.
+-- A sleeping worker holds a shared advisory lock on its queue, or on '*' for all queues: see doorbell.sql. If no worker
+-- sleeps, nothing is sent, because each commit that notifies holds one lock of the whole server through its fsync.
+-- The lock `flight` is taken first, and held until the end of the transaction. It tells a worker that falls asleep after this
+-- function has looked for sleepers: a transaction may be about to commit that does not know of you.
+-- Nothing here ever waits. A lock is taken and released in one expression: a cancel between two statements would leave it to
+-- the session. Several sessions that try it at the same moment take each other for sleeping workers, and notify in vain.
 --
--- The setting is for users of prepared transactions, which must not notify. Its name is put together because it is the
--- same in every schema. No SET clause, and not in SQL: a submit would take 40 us longer.
+-- The setting is for users of prepared transactions, which must not notify. Its name is put together from two parts, because
+-- it is the same in every schema. The function has no SET clause and is not in SQL: a submit would take 40 us longer.
 create or replace function tasklib.ring(queue text) returns void
     language plpgsql
 as $$

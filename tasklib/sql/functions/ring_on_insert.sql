@@ -1,6 +1,6 @@
--- Rings once per statement and queue, not once per row: every notifying commit holds
--- one instance-wide lock through its fsync. A task that is due within the minute rings
--- too, because no worker polls less often than that and so hears of it in time.
+-- Rings once per statement and queue, and not once per row: each commit that notifies holds one lock of the whole server
+-- through its fsync. A task that is due within the minute rings too. A later one need not: every worker polls at least once a
+-- minute, and so learns of it in time.
 create or replace function tasklib.ring_on_insert() returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp

@@ -1,11 +1,11 @@
--- Submits one task, in the caller's transaction. `existed` is true when the idempotency
--- key had already been used for the same payload: then `id` is the first task's.
+-- Submits one task, in the caller's transaction. `existed` is true if the idempotency key had already been used for the same
+-- payload: then `id` is that of the first task.
 --
 --     select * from tasklib.submit('send_email', '{"to": "alice@example.com"}', delay_seconds => 60);
 --
--- An option that is left out, or null, is as the task's function says: see task_functions. `timeout_seconds => 'infinity'`
--- means none. A submitter that knows the function says all of them, and nothing is looked up. on_crash may stay null:
--- the worker asks the function.
+-- An option that is left out, or null, has the value of the task's function: see task_functions. `timeout_seconds =>
+-- 'infinity'` means no timeout. A submitter that knows the function gives all options, and nothing is looked up. on_crash may
+-- stay null: then the worker asks the function.
 -- Security definer, so that a submitter needs no right on the table itself.
 create or replace function tasklib.submit(
     name text,
@@ -35,10 +35,10 @@ declare
         submit.scheduled_at, submitted_at + submit.delay_seconds * interval '1 second');
     earlier_id uuid;
 begin
-    -- Here, and by domains below: the table itself would refuse it with the whole row, and log that.
+    -- Nulls are refused here, and other values by the domains below: the table would refuse them too, but log the whole row.
     if num_nulls(submit.name, submit.kwargs, submit.args, submit.delay_seconds, submit.tags) > 0 then
         raise exception 'name, kwargs, args, delay_seconds and tags must not be null'
-            using errcode = 'not_null_violation', hint = 'Leave out what shall have its default.';
+            using errcode = 'not_null_violation', hint = 'Leave out a parameter to get its default.';
     end if;
     if num_nulls(submit.queue, submit.priority, submit.max_retries, submit.timeout_seconds, submit.store_result) > 0 then
         select coalesce(submit.queue, said.queue, 'default'), coalesce(submit.priority, said.priority, 0),
@@ -58,8 +58,8 @@ begin
     end if;
     submit.id := coalesce(submit.id, tasklib.uuid7());
     submit.existed := false;
-    -- More than once only if the earlier task was deleted in between. Not for ever: something else may refuse the row
-    -- in silence, such as a unique index or a trigger of somebody else's.
+    -- A second try is needed only if the earlier task was deleted in between. The tries are bounded, because a unique index
+    -- or a trigger that is not ours may refuse the row in silence.
     for attempt in 1..10 loop
         insert into tasklib.tasks (
             id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,

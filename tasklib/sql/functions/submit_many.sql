@@ -1,20 +1,21 @@
--- Submits many tasks in one statement. `tasks` is a JSON array of objects whose keys are
--- the parameters of tasklib.submit, and parent_id; one row comes back for each, told by its ordinal:
+-- Submits many tasks in one statement. `tasks` is a JSON array of objects, whose keys are the parameters of tasklib.submit,
+-- and parent_id. One row comes back for each task; `ordinal` is its position in the array:
 --
 --     select * from tasklib.submit_many('[{"name": "resize", "kwargs": {"size": 64}}, {"name": "resize", "priority": 5}]');
 --
--- An option that is left out is as the task's function says. A submitter that knows the function marks the task as
--- `resolved`: what is left out then has the library's default, and nothing is looked up. `otherwise` is an object of
--- options for a name that no worker has served yet.
--- One JSON value, because it is cheap on both sides: fifteen arrays of a thousand values
--- cost the client 35-45 us a task to write, one JSON text 3 us. Only what was not inserted
--- is looped over: a loop over all of them costs a tenth more.
--- Inserts in the order of the keys and ids, byte by byte as Python sorts them, so that two
--- overlapping batches wait for each other and cannot deadlock. A row that was not inserted
--- is left to tasklib.submit, which knows what to do about an earlier task.
--- ON CONFLICT costs a quarter more, and without keys an earlier task is rare: it is only used
--- after a conflict. To go on after one takes a subtransaction. At most one in a transaction (as its
--- first write): with more than 64, every reader of the database looks up where they belong.
+-- An option that is left out has the value of the task's function. A submitter that knows the function marks the task as
+-- `resolved`: then an option that is left out has the library's default, and nothing is looked up. `otherwise` is an object
+-- of options for a name that no worker has served yet.
+--
+-- The tasks are one JSON value, which is cheap on both sides: a client takes 35-45 us a task to write fifteen arrays of a
+-- thousand values, and 3 us to write one JSON text. Only tasks that were not inserted are looped over: a loop over all of
+-- them costs a tenth more.
+-- Rows are inserted in the order of their keys and ids, byte by byte as Python sorts them, so that two overlapping batches
+-- wait for each other and cannot deadlock. A row that was not inserted is left to tasklib.submit, which knows what to do about
+-- an earlier task.
+-- ON CONFLICT costs a quarter more, and without keys an earlier task is rare. So it is used only after a conflict. To go on
+-- after a conflict takes a subtransaction. There is at most one in a transaction, as its first write: with more than 64, every
+-- reader of the database has to look up which transaction they belong to.
 create or replace function tasklib.submit_many(tasks jsonb)
     returns table (ordinal bigint, id uuid, existed boolean)
     language plpgsql volatile security definer
@@ -79,12 +80,12 @@ begin
              order by id;
             get diagnostics inserted_count = row_count;
             if inserted_count < cardinality(ids) then
-                raise unique_violation;  -- somebody's trigger has swallowed one: tasklib.submit says so
+                raise unique_violation;  -- a trigger that is not ours has dropped a row: tasklib.submit reports it
             end if;
             return query select place, given, false from unnest(ids) with ordinality as numbered (given, place);
             return;
         exception when unique_violation then
-            null;  -- below, with a look at what is there
+            null;  -- they are inserted below, beside the earlier tasks
         end;
     end if;
 

@@ -1,10 +1,11 @@
--- The task that stands in the way of a submit: the one with the same id (the submit is
--- repeated after an unknown commit) or with the same idempotency key. Raises if its
--- payload is another one; null if it has gone again. Its own statement, after the insert
--- came back empty, so that it sees a row that was committed while the insert waited.
+-- The earlier task that a submit has met: one with the same id (the submit was repeated after an unknown commit), or one with
+-- the same idempotency key. Raises an error if the earlier payload is another one. The answer is null if the earlier task was
+-- deleted meanwhile. This is a statement of its own, after the insert came back empty, so that it sees a row that was
+-- committed while the insert waited.
 --
--- A role that may not read tasks is told of a conflict and of nothing else, and a key that another role used is a conflict
--- whatever the payload: or it could find out another's task by trying. Who repeats an id has made it, or was told it.
+-- A role that may not read tasks learns only that there is a conflict. For such a role, a key that another role has used is a
+-- conflict whatever the payload: otherwise it could find out the other role's task by trying. An id is different: a role that
+-- repeats one has made it, or was told it.
 create or replace function tasklib.submitted_before(
     task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb
 ) returns uuid
@@ -29,7 +30,7 @@ begin
         return null;
     end if;
 
-    -- The payload's digest alone: from before there was a role in it.
+    -- A digest of the payload alone is from an earlier version, which left out the role.
     is_same := coalesce(earlier.payload_digest in (payload, tasklib.keyed_digest(payload)), false);
     if not is_same then
         may_read := has_table_privilege(tasklib.caller(), 'tasklib.tasks', 'select');

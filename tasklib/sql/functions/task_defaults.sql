@@ -1,6 +1,7 @@
--- What a raw INSERT leaves out: whether the task is ready, when time changes it, the rest of its lease, a code for its
--- error; and the digest of what is submitted under a key, which no writer can forget or forge. The library always says
--- all else, so that for its rows without a key only the WHEN clause is evaluated and this function is never called.
+-- Fills in what a raw INSERT leaves out: whether the task is ready, when it becomes due or expires, the rest of its lease, and
+-- a code for its error. It also computes the digest of what is submitted under a key, so that no writer can forget or forge
+-- it. The library always gives all other values. So only the WHEN clause is evaluated for its rows without a key, and this
+-- function is never called.
 create or replace function tasklib.task_defaults() returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -21,7 +22,7 @@ begin
         new.fencing_token := greatest(new.fencing_token, 1);
         new.attempt := greatest(new.attempt, (new.state = 'running')::integer);
         if new.worker_id is not null and new.locked_until is not null then
-            -- So that it is recovered when its lock has passed, like one that was claimed.
+            -- With a claim, the task is recovered when its lock has passed, like any claimed task.
             insert into tasklib.claims (worker_id, locked_until, task_ids)
             values (new.worker_id, new.locked_until, array[new.id]);
         end if;

@@ -1,10 +1,10 @@
--- What became of the attempts that ended within a window, by task: how many, how many of each outcome, how many a second,
+-- Statistics of the attempts that ended within a window, by task name: how many, how many of each outcome, how many a second,
 -- how long they took, and how long first attempts had waited. Of one name, or of all.
 --
 --     select * from tasklib.task_statistics(interval '15 minutes');
 --
--- From the counts by the minute that workers write down every ten seconds, and so to the minute: the window begins with
--- the full minute before, and what was counted last may not be in it yet. Percentiles are as exact as the buckets.
+-- They are made from counts by the minute, which workers write every ten seconds. So the window begins with the full minute
+-- before, and attempts of the last seconds may be missing. Percentiles are as exact as the buckets.
 create or replace function tasklib.task_statistics(time_window interval default '1 hour', task_name text default null)
     returns table (
         name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint,
@@ -44,7 +44,7 @@ as $$
                sum(tasks) over (partition by buckets.name, kind) as total
           from buckets
     ), percentiles as (
-        -- Within a bucket they are taken for evenly spread. What is beyond the last bound is said to be at it.
+        -- Values are taken to be spread evenly within a bucket. Values beyond the last bound count as that bound.
         select sums.name, kind, share,
                max(sums.total) as total,
                min(coalesce(lowest[place], 0)

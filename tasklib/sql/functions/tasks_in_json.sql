@@ -1,5 +1,5 @@
--- The tasks of a JSON array as rows, with what each leaves out. Inlined where it is used: stable, one SELECT, and no
--- SET clause, which would keep it from being. The domains refuse what the table would, but not with the whole row.
+-- The tasks of a JSON array as rows, with the defaults of what each leaves out. PostgreSQL inlines it, because it is stable,
+-- is one SELECT, and has no SET clause. The domains refuse the same values as the table, but do not log the whole row.
 create or replace function tasklib.tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamptz)
     returns table (
         ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer,

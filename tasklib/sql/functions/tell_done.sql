@@ -1,8 +1,10 @@
--- Tells who waits that a task is final, whoever made it so; and only if somebody does wait: each notifying commit holds
--- one instance-wide lock through its fsync. Who waits holds the lock that is tried here, shared, and looks once more
--- after it has it. Locked and unlocked in one expression: a cancel between two would leave the lock to the session.
--- Tried in the WHEN, so that nothing is called, and no row looked at again, while nobody waits; and once more in the
--- function, at the end of the statement: several that try at once take each other for waiting, and would tell in vain.
+-- Notifies waiting clients that a task is final, whichever statement made it so. It notifies only if a client waits, because
+-- each commit that notifies holds one lock of the whole server through its fsync. A waiting client holds a shared advisory
+-- lock, and looks at its tasks once more after it has got the lock. The lock is tried here, and released in the same
+-- expression: a cancel between two statements would leave it to the session.
+-- It is tried in the WHEN clause, so that while no client waits no function is called and no row is read again. It is tried
+-- once more in the function, at the end of the statement: several sessions that try it at the same moment take each other for
+-- waiting clients, and would notify in vain.
 create or replace function tasklib.tell_done() returns trigger
     language plpgsql
 as $$

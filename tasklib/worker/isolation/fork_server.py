@@ -34,14 +34,13 @@ from tasklib.errors import TaskNotRegistered
 from tasklib.registry import default_registry
 from tasklib.worker.forks import call_in_one_process
 from tasklib.worker.isolation.launching import count_sockets, set_parent_death_signal
-from tasklib.worker.isolation.protocol import CHUNK_BYTES, NO_ANSWER, import_place, line_of
+from tasklib.worker.isolation.protocol import CHUNK_BYTES, NO_ANSWER, Message, import_place, line_of
 from tasklib.worker.isolation.run import NOT_FOUND, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from tasklib.worker.isolation.protocol import Message
 
 LOOK_SECONDS = 1.0  # between looks for the worker's death, where no descriptor tells of it
 MOST_DESCRIPTORS = 16
@@ -111,7 +110,7 @@ def _prepare(setup: Message) -> Message:
 
 
 def _beginning(setup: Message) -> Callable[[], None]:
-    """What the worker wants to be called first, here and in each process."""
+    """The function that the worker wants to be called first, here and in each process."""
     if setup["beginning"] is None:
         return lambda: None
     place, arguments = setup["beginning"]
@@ -209,7 +208,7 @@ class ForkServer:
             return
         if forked.pid == 0:
             self._run_and_exit(forked, channel)
-        with contextlib.suppress(OSError):  # both processes do it, so that it leads its group before anybody kills it
+        with contextlib.suppress(OSError):  # both processes do it, so that it leads its group before it can be killed
             os.setpgid(forked.pid, forked.pid)
         os.close(channel)
         self._forked[forked.pid] = forked

@@ -22,14 +22,13 @@ from tasklib.errors import InvalidTaskDefinition, TasklibError
 from tasklib.log import log
 from tasklib.worker.hooks import all_hooks
 from tasklib.worker.isolation.launching import launch
-from tasklib.worker.isolation.protocol import CHUNK_BYTES, how_it_ended, line_of, place_of
+from tasklib.worker.isolation.protocol import CHUNK_BYTES, Message, how_it_ended, line_of, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tasklib.config import Config
     from tasklib.task import TaskFunction
-    from tasklib.worker.isolation.protocol import Message
 
 BOOT_SECONDS = 60.0  # for a fork server to import the tasks' modules
 SEND_SECONDS = 1.0  # a fork server that does not read for so long is broken

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tasklib.clock import time
 from tasklib.log import log
@@ -33,18 +33,8 @@ _LOOK_SECONDS = 0.01
 _PR_SET_PDEATHSIG = 1
 
 
-class ServerProcess(Protocol):
-    """The part of `subprocess.Popen` that is used here."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
 class Launched(NamedTuple):
-    process: ServerProcess
+    process: subprocess.Popen[bytes] | ForkedProcess
     control: socket.socket
     is_shared: bool  # it shares most of its memory with the worker
 

@@ -13,21 +13,19 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tasklib.clock import time
-from tasklib.outcomes import StopInterrupt
+from tasklib.outcomes import StopInterrupt, TaskInterrupt
 from tasklib.worker.isolation import suspect_limits
-from tasklib.worker.isolation.protocol import CHUNK_BYTES, LARGEST_MESSAGE_BYTES, STOPS, read_messages
+from tasklib.worker.isolation.protocol import CHUNK_BYTES, LARGEST_MESSAGE_BYTES, STOPS, Message, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tasklib.outcomes import TaskInterrupt
     from tasklib.worker.isolation.fork_server_link import ForkServerLink
-    from tasklib.worker.isolation.protocol import Message
     from tasklib.worker.isolation.suspect_limits import LimitCheck
 
 STOP_SECONDS = 3.0  # between StopInterrupt and the kill: less than the worker itself waits
 SERVER_SECONDS = 15.0  # a fork server that has not done its next step after this time is hung
-FLOOD_PAUSE_SECONDS = 0.02  # for a process that sends faster than anybody reads
+FLOOD_PAUSE_SECONDS = 0.02  # for a process that sends faster than the worker reads
 
 _STOP_BYTES = {kind: byte for byte, kind in STOPS.items()}
 

@@ -1,8 +1,8 @@
 """The isolated executions of one worker, and its fork server.
 
-The thread that took an execution hands it to a process as it is stored, waits, and gets an outcome back, or learns how
-the process died. Nothing else of the worker waits, or is hit. The process leads its own process group, which is killed
-when the process has ended, with whatever it has left behind there.
+The thread that took an execution sends it to a process as it is stored, waits, and gets an outcome back, or learns how
+the process died. No other part of the worker waits, or is affected. The process leads a process group of its own. When
+the process has ended, that group is killed, with all processes that it has left behind there.
 
 A timeout, a cancel or the worker's stop reaches the process through `IsolatedProcess.interrupt`.
 """
@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from tasklib.clock import time
 from tasklib.errors import InvalidTaskDefinition, TasklibError
 from tasklib.log import log
-from tasklib.outcomes import OWN_PROCESS, SERVER_DIED, Crashed, Failed, Interrupted
+from tasklib.outcomes import OWN_PROCESS, SERVER_DIED, Crashed, Failed, Interrupted, Outcome
 from tasklib.states import State
 from tasklib.worker.forks import Copy, tell_of_copy
 from tasklib.worker.isolation.fork_server_link import ForkServerLink
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tasklib.config import Config
-    from tasklib.outcomes import Outcome
     from tasklib.runtime.database_clock import DatabaseClock
     from tasklib.runtime.observer import WorkerObserver
     from tasklib.task import TaskFunction

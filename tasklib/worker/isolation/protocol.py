@@ -16,11 +16,11 @@ import importlib.util
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pydantic.dataclasses
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
@@ -30,10 +30,11 @@ from tasklib.outcomes import (
     Cancelled,
     Completed,
     Failed,
-    HeldTask,
     Interrupted,
+    Outcome,
     Snoozed,
     StopInterrupt,
+    TaskInterrupt,
     TimedOut,
     TimeoutInterrupt,
 )
@@ -41,11 +42,8 @@ from tasklib.statements import ClaimedTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import TypeAlias
 
-    from tasklib.outcomes import Outcome, TaskInterrupt
-
-    Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, Any]
 
 CHUNK_BYTES = 65_536  # of one read
 LARGEST_MESSAGE_BYTES = 8 * 1024 * 1024  # results and errors take two or three at most
@@ -81,7 +79,7 @@ def _read(line: bytes) -> Any:
 # --- The request: run this task --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     claimed: ClaimedTask
     place: str  # of its function: see `place_of`
@@ -95,25 +93,8 @@ class Request:
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
-        given = from_json(data)
-        held, *rest = given["claimed"]
-        said, asked_at = given["clock"]
-        given["claimed"] = ClaimedTask(_typed(HeldTask._make(held)), *_typed(ClaimedTask(held, *rest))[1:])
-        given["clock"] = datetime.fromisoformat(said), asked_at
-        given["started_at"] = datetime.fromisoformat(given["started_at"])
-        return cls(**given)
-
-
-def _typed(row: Any) -> Any:
-    """JSON has no ids and no times."""
-    values = {name: getattr(row, name) for name in row._fields if name in _READ}
-    return row._replace(**{name: _READ[name](value) for name, value in values.items() if value is not None})
-
-
-_READ: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("id", "parent_id"), UUID),
-    **dict.fromkeys(("claimed_at", "started_at", "expires_at", "cancel_asked_at"), datetime.fromisoformat),
-}
+        """Pydantic turns text into ids and times, which JSON does not have."""
+        return cls(**from_json(data))
 
 
 # --- The outcome -----------------------------------------------------------------------------------------------------

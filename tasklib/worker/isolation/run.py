@@ -20,9 +20,9 @@ from pydantic_core import from_json
 from structlog.contextvars import bind_contextvars
 
 from tasklib.clock import time, with_real_time
-from tasklib.current import enter_task
+from tasklib.current import CurrentTask, enter_task
 from tasklib.errors import TaskNotRegistered
-from tasklib.outcomes import CancelInterrupt, Failed, Rules, decide
+from tasklib.outcomes import CancelInterrupt, Failed, Outcome, Rules, TaskInterrupt, decide
 from tasklib.registry import default_registry
 from tasklib.runtime.database_clock import DatabaseClock
 from tasklib.runtime.observer import WorkerObserver
@@ -35,6 +35,7 @@ from tasklib.worker.isolation.protocol import (
     CHUNK_BYTES,
     DRAINING,
     STOPS,
+    Message,
     Request,
     encoded_outcome,
     import_place,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from tasklib.config import Config
-    from tasklib.current import CurrentTask
-    from tasklib.outcomes import Outcome, TaskInterrupt
-    from tasklib.worker.isolation.protocol import Message
 
 EXIT_SECONDS = 1.0  # for the process to end, once everything is sent
 BEAT_SECONDS = 0.3  # between two signs of life of a suspect
@@ -165,7 +163,7 @@ class Run:
     # --- being told to stop ---
 
     def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
-        """If the worker sent it, the channel says why. From anybody else, SIGTERM means what it always means."""
+        """If the worker sent it, the channel says why. From any other sender, SIGTERM has its default effect."""
         self._receive()
         if self._interrupt_kind is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -235,8 +233,8 @@ class Run:
             self._interrupt = None
 
     def _become_like_worker(self) -> None:
-        """A function that usually shares a worker with others finds the same here: the worker's hooks have run, and its
-        standing still is noticed.
+        """A function that usually shares a worker with others finds the same conditions here: the worker's hooks have
+        run, and a hang is noticed.
         """
         threading.Thread(target=self._beat, name="tasklib-beat", daemon=True).start()
         run_start_hooks(self._run_async_hook, lambda: False)
@@ -343,7 +341,7 @@ def _find_function(execution: Execution, place: str) -> None:
 
 
 def _exit() -> NoReturn:
-    """Everything is sent. What keeps the process from ending, such as a full pipe behind stdout, has a second."""
+    """Everything is sent. The process ends within a second, even if a full pipe behind stdout would keep it."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
     for stream in (sys.stdout, sys.stderr):

@@ -26,18 +26,14 @@ class Command(BaseCommand):
 
     def handle(self, *_: Any, **options: Any) -> None:
         try:
-            self._migrate("pre" if options["pre"] else None, options)
+            code = migrate.run_command(
+                config(),
+                self.stdout.write,
+                check_only=options["check"],
+                print_sql=options["sql"],
+                pre=options["pre"],
+            )
         except TasklibError as error:
             raise CommandError(str(error)) from error
-
-    def _migrate(self, phase: migrate.Phase | None, options: dict[str, Any]) -> None:
-        settings = config()
-        if options["sql"]:
-            self.stdout.write(migrate.script(settings, migrate.check(settings), phase=phase))
-        elif options["check"]:
-            waiting = migrate.check(settings)
-            self.stdout.write(f"schema {settings.schema}: waiting: {waiting}")
-            if waiting.missing or waiting.is_outdated:
-                sys.exit(1)
-        else:
-            self.stdout.write(f"schema {settings.schema}: applied: {migrate.migrate(settings, phase=phase)}")
+        if code:
+            sys.exit(code)
