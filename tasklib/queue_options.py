@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tasklib.errors import InvalidOptions
@@ -82,6 +83,10 @@ def _refuse_unknown(names: Iterable[str], checks: Mapping[str, Any]) -> None:
         raise InvalidOptions(f"unknown option {', '.join(unknown)}; there are: {', '.join(checks)}")
 
 
+def _whole(name: str, least: int, most: int = _INT4) -> Callable[[Any], int]:
+    return lambda value: check_whole(name, value, least, most)
+
+
 def _number(name: str, least: float, most: float) -> Callable[[Any], float]:
     def checked(value: Any) -> float:
         if not is_number(value, least, most):
@@ -109,27 +114,27 @@ def _codes(value: Any) -> list[str]:
 
 
 QUEUE_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "max_running": check_whole("max_running", 0, MOST_RUNNING),
-    "max_per_worker": check_whole("max_per_worker", 1, MOST_RUNNING),
-    "rate_limit": check_whole("rate_limit", 1, MOST_STARTS),
+    "max_running": _whole("max_running", 0, MOST_RUNNING),
+    "max_per_worker": _whole("max_per_worker", 1, MOST_RUNNING),
+    "rate_limit": _whole("rate_limit", 1, MOST_STARTS),
     "rate_seconds": _number("rate_seconds", 0.01, YEAR_SECONDS),
-    "rate_burst": check_whole("rate_burst", 1, MOST_STARTS),
-    "breaker_failures": check_whole("breaker_failures", 1, 1_000_000),
+    "rate_burst": _whole("rate_burst", 1, MOST_STARTS),
+    "breaker_failures": _whole("breaker_failures", 1, 1_000_000),
     "breaker_share": _positive("breaker_share", 1),
     "breaker_window_seconds": _number("breaker_window_seconds", 1, DAY_SECONDS),
     "breaker_open_seconds": _number("breaker_open_seconds", 2, DAY_SECONDS),
-    "breaker_probes": check_whole("breaker_probes", 1, 1_000),
+    "breaker_probes": _whole("breaker_probes", 1, 1_000),
     "breaker_codes": _codes,
     "ageing_seconds": _number("ageing_seconds", 1, YEAR_SECONDS),
-    "rank": check_whole("rank", -1_000, 1_000),
+    "rank": _whole("rank", -1_000, 1_000),
     "weight": _number("weight", 0.001, 1_000),
-    "default_priority": check_whole("default_priority", -_INT4),
-    "default_max_retries": check_whole("default_max_retries", 0),
+    "default_priority": _whole("default_priority", -_INT4),
+    "default_max_retries": _whole("default_max_retries", 0),
     "default_timeout_seconds": _positive("default_timeout_seconds", CENTURY_SECONDS),
     "retention_days": _positive("retention_days", 36_500),
-    "audit": check_flag("audit"),
+    "audit": partial(check_flag, "audit"),
 }
 CLUSTER_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "cluster_wide_cap": check_whole("cluster_wide_cap", 0, MOST_RUNNING),
-    "refuses_unknown_queues": check_flag("refuses_unknown_queues"),
+    "cluster_wide_cap": _whole("cluster_wide_cap", 0, MOST_RUNNING),
+    "refuses_unknown_queues": partial(check_flag, "refuses_unknown_queues"),
 }

@@ -45,7 +45,7 @@ class QueueStatements:
         if isinstance(until, timedelta):
             seconds = _check_pause(until)
         elif until is not None:
-            moment = check_moment("until")(until)
+            moment = check_moment("until", until)
         return Statement(self._sql["pause"], (_check_name(name), _text(reason), moment, seconds), _read_changed)
 
     def resume(self, name: str, reason: str | None) -> Statement[bool]:
@@ -59,7 +59,7 @@ class QueueStatements:
         return Statement(self._sql["set_cluster"], (policy, _text(reason)), lambda rows: ClusterPolicy(*rows[0]))
 
     def transitions(self, task_id: UUID | str | None, queue: str | None, limit: int) -> Statement[list[Transition]]:
-        further = (None if queue is None else _check_name(queue), _check_limit(limit))
+        further = (None if queue is None else _check_name(queue), check_whole("limit", limit, 1, MAX_LIST_LIMIT))
         if task_id is None:
             return Statement(self._sql["transitions"], further, _read_transitions, is_change=False)
         parameters = (as_uuid(task_id), *further)
@@ -79,7 +79,7 @@ def _read_transitions(rows: list[Row]) -> list[Transition]:
 
 
 def _text(reason: str | None) -> str | None:
-    return None if reason is None else check_text("reason", storable)(reason)
+    return None if reason is None else storable(check_text("reason", reason))
 
 
 def _check_pause(length: timedelta) -> float:
@@ -89,5 +89,5 @@ def _check_pause(length: timedelta) -> float:
     return seconds
 
 
-_check_name = check_text("the queue's name", check_queue)
-_check_limit = check_whole("limit", 1, MAX_LIST_LIMIT)
+def _check_name(name: str) -> str:
+    return check_queue(check_text("the queue's name", name))
