@@ -45,7 +45,7 @@ TABLE_WAIT = "5s"  # for a table's lock: all later statements on the table wait 
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
 # order: during a rollout, each of two versions would take the other's functions for outdated.
-FUNCTIONS_REVISION = 17
+FUNCTIONS_REVISION = 18
 # PostgreSQL resolves the names in the schema's own expressions when they are created: none must be found in `public`.
 # `local`, for this transaction only, since a pooler may be in between.
 _OWN_PATH: LiteralString = f"set local search_path = {SEARCH_PATH}"

@@ -175,8 +175,8 @@ def test_operators_are_audited(conn: Conn) -> None:
 
 def register(conn: Conn, features: str) -> None:
     conn.execute(
-        """insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency, lease_until,
-               features)
+        """insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency,
+               lease_until, features)
            values (gen_random_uuid(), 'w', 'host', 1, 'main', '{}', 1, now() + interval '1 hour', %s)""",
         [features],
     )
