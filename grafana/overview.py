@@ -146,6 +146,31 @@ TROUBLE = Row("Trouble", [
     ),
 ])  # fmt: skip
 
+POLICIES = Row("Policies", [
+    stat(
+        "Paused queues",
+        "Queues that are paused. Their tasks wait until somebody resumes the queue, or the pause ends.",
+        Query("sum(max by (namespace, job, queue) (tasklib_queue_paused{@}))"),
+        unit="none", width=8, steps=[(1, "yellow")], alerts=["TasklibQueuePausedLong"],
+    ),
+    stat(
+        "Caps in use",
+        "Queues whose cap is in use while tasks wait. Workers may have free slots and start nothing of them.",
+        Query(
+            "sum(max by (namespace, job, queue) (tasklib_queue_waiting{@})"
+            " * (max by (namespace, job, queue) (tasklib_queue_permits{@})"
+            " >= bool max by (namespace, job, queue) (tasklib_queue_cap{@})))"
+        ),
+        unit="none", width=8, steps=[(1, "yellow")], alerts=["TasklibQueueGateFull", "TasklibPermitsForgotten"],
+    ),
+    stat(
+        "Open breakers",
+        "Queues whose circuit breaker is open or half open, because attempts failed.",
+        Query("sum(max by (namespace, job, queue) (tasklib_queue_breaker_state{@}) > bool 0)"),
+        unit="none", width=8, steps=[(1, "red")], alerts=["TasklibBreakerOpen"],
+    ),
+])  # fmt: skip
+
 DATABASE = Row("PostgreSQL", [
     graph(
         "Connected daemons",
@@ -184,5 +209,5 @@ OVERVIEW = Dashboard(
     "tasklib / Overview",
     "Is all well, and if not, where to look.",
     PLACE,
-    [HEADLINES, THROUGHPUT, LATENCY, TROUBLE, DATABASE],
+    [HEADLINES, THROUGHPUT, LATENCY, TROUBLE, POLICIES, DATABASE],
 )

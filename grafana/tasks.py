@@ -92,6 +92,64 @@ QUEUES = Row("Queues", [
     ),
 ])  # fmt: skip
 
+POLICIES = Row("Policies", [
+    table(
+        "Policies",
+        "Queues with a policy, as it holds now; `*` is the cap over all queues. `wanted`: permits that workers want "
+        "beyond those that they hold. `breaker`: 0 closed, 1 half open, 2 open.",
+        Query("max by (queue) (tasklib_queue_paused{@queue})", "paused"),
+        Query("max by (queue) (tasklib_queue_waiting{@queue})", "tasks wait"),
+        Query("max by (queue) (tasklib_queue_cap{@queue})", "cap"),
+        Query("max by (queue) (tasklib_queue_permits{@queue})", "permits"),
+        Query("max by (queue) (tasklib_queue_permits_wanted{@queue})", "wanted"),
+        Query("max by (queue) (tasklib_queue_rate_available_starts{@queue})", "starts left"),
+        Query("max by (queue) (tasklib_queue_rate_wait_seconds{@queue})", "next start in"),
+        Query("max by (queue) (tasklib_queue_breaker_state{@queue})", "breaker"),
+        unit="short", units={"next start in": "s"}, by=["queue"], sort="tasks wait",
+        alerts=["TasklibQueuePausedLong", "TasklibQueueGateFull", "TasklibBreakerOpen"],
+    ),
+    graph(
+        "Permits in use",
+        "Of the cap of each queue, the part of which workers hold permits. At 100 % no more tasks of the queue start.",
+        Query(
+            "max by (queue) (tasklib_queue_permits{@queue}) / clamp_min(max by (queue) (tasklib_queue_cap{@queue}), 1)",
+            "{{queue}}",
+        ),
+        unit="percentunit", alerts=["TasklibQueueGateFull"],
+    ),
+    graph(
+        "Permits wanted, permits forgotten",
+        "Permits that workers want beyond those that they hold, and permits of workers that are dead or unknown.",
+        Query("max by (queue) (tasklib_queue_permits_wanted{@queue})", "{{queue}} wanted"),
+        Query("max by (queue) (tasklib_queue_permits_forgotten{@queue})", "{{queue}} forgotten"),
+        unit="short", alerts=["TasklibPermitsForgotten"],
+    ),
+    graph(
+        "Paused queues",
+        "1 while a queue is paused. Tasks of it wait, and are not counted by a scaler.",
+        Query("max by (queue) (tasklib_queue_paused{@queue})", "{{queue}}"),
+        unit="short", most=1, alerts=["TasklibQueuePausedLong"],
+    ),
+    graph(
+        "Breakers",
+        "The circuit breaker of each queue: 0 closed, 1 half open (probes run), 2 open (nothing starts).",
+        Query("max by (queue) (tasklib_queue_breaker_state{@queue})", "{{queue}}"),
+        unit="short", most=2, alerts=["TasklibBreakerOpen"],
+    ),
+    graph(
+        "Wait for the rate",
+        "Time until the rate limit of a queue grants the next start; 0 while it grants some at once.",
+        Query("max by (queue) (tasklib_queue_rate_wait_seconds{@queue})", "{{queue}}"),
+        unit="s",
+    ),
+    graph(
+        "Starts left",
+        "Starts that the rate limit of a queue would grant now. Always some: the limit does not bind.",
+        Query("max by (queue) (tasklib_queue_rate_available_starts{@queue})", "{{queue}}"),
+        unit="short",
+    ),
+])  # fmt: skip
+
 TASKS = Row("Tasks", [
     table(
         "Tasks",
@@ -198,5 +256,5 @@ QUEUES_AND_TASKS = Dashboard(
     "tasklib / Queues and tasks",
     "Which queue waits, which task fails, which takes the time.",
     VARIABLES,
-    [QUEUES, TASKS],
+    [QUEUES, POLICIES, TASKS],
 )

@@ -85,6 +85,21 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyReading:
+    """What the policy of one queue allows now; of '*', what all queues together may do. None: no such limit."""
+
+    queue: str
+    is_paused: bool
+    cap: int | None  # of tasks that execute at once; a breaker that is not closed lowers it
+    permits: int  # of the cap, that workers hold
+    wanted: int  # that workers want beyond those
+    forgotten: int  # of `permits`, those of workers that are dead or unknown
+    breaker: str | None  # closed, half_open or open
+    available_starts: int | None  # that the rate limit would grant now
+    next_start_seconds: float | None  # until it grants one
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     name: str
     size_bytes: int
@@ -118,6 +133,9 @@ class StatisticsStatements:
 
     def cluster(self) -> Statement[Cluster]:
         return Statement(self._sql["cluster"], (), lambda rows: Cluster(*rows[0]), is_change=False)
+
+    def policies(self) -> Statement[list[PolicyReading]]:
+        return Statement(self._sql["policies"], (), lambda rows: [PolicyReading(*row) for row in rows], is_change=False)
 
     def tables(self) -> Statement[list[Table]]:
         return Statement(self._sql["tables"], (), lambda rows: [Table(*row) for row in rows], is_change=False)

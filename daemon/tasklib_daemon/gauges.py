@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from tasklib.log import log
-from tasklib.statistics import MOST_COUNTED, Cluster, QueueStatistics, StatisticsStatements, Table
+from tasklib.statistics import MOST_COUNTED, Cluster, PolicyReading, QueueStatistics, StatisticsStatements, Table
 from tasklib_daemon import metrics
 from tasklib_daemon.metrics import MOST_NAMES, OTHER, Metric
 
@@ -33,7 +33,12 @@ LEAST_COUNTED = 10_000
 REMEMBER_SECONDS = 3600.0  # how long an empty queue is still shown
 COUNT_MORE_SECONDS = 600.0  # after a reading that took too long
 NOT_ELECTED_SECONDS = 1.0
-TABLES = frozenset({"tasks", "attempts", "task_attempts", "claims", "workers", "worker_states", "task_rollups"})
+TABLES = frozenset({
+    "tasks", "attempts", "task_attempts", "claims", "workers", "worker_states", "task_rollups", "permits", "rates",
+    "task_transitions",
+})  # fmt: skip
+ALL_QUEUES = "*"  # in the policies: what holds for all queues together
+BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
 class Gauges:
@@ -86,6 +91,7 @@ class Gauges:
             self._most = MOST_COUNTED
         queues = self._session.run(self._statements.queues(most=self._most))
         yield from of_queues([*queues, *self._empty(queues)])
+        yield from of_policies(self._session.run(self._statements.policies()), queues)
         yield from of_cluster(self._session.run(self._statements.cluster()))
         yield from of_tables(self._session.run(self._statements.tables()))
         yield metrics.UNSERVED.name, [], float(self._unserved())
@@ -116,6 +122,34 @@ def _of_queue(name: str, queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
         yield metrics.QUEUE_TASKS.name, [name, state], float(sum(getattr(each, state) for each in queues))
     oldest = max(each.oldest_ready_age_seconds or 0.0 for each in queues)
     yield metrics.OLDEST_READY.name, [name], oldest
+
+
+def of_policies(policies: Sequence[PolicyReading], queues: Sequence[QueueStatistics]) -> Iterator[Sample]:
+    """As many queues as may be labels; of more, those in which most tasks are ready. The rest is not told: `other` is
+    neither paused nor open. So a queue of that name belongs to the rest.
+    """
+    ready = {each.queue: each.ready for each in queues}
+    ready[ALL_QUEUES] = sum(ready.values())
+    by_length = sorted(policies, key=lambda each: -ready.get(each.queue, 0))
+    for each in [each for each in by_length if each.queue != OTHER][: MOST_NAMES["queue"]]:
+        yield from _of_policy(each, has_ready=ready.get(each.queue, 0) > 0)
+
+
+def _of_policy(policy: PolicyReading, *, has_ready: bool) -> Iterator[Sample]:
+    """A limit that the queue does not have is left out."""
+    has_cap = policy.cap is not None
+    figures: dict[Metric, float | None] = {
+        metrics.QUEUE_WAITING: has_ready,
+        metrics.QUEUE_PAUSED: policy.is_paused,
+        metrics.QUEUE_CAP: policy.cap,
+        metrics.QUEUE_PERMITS: policy.permits if has_cap else None,
+        metrics.QUEUE_PERMITS_WANTED: policy.wanted if has_cap else None,
+        metrics.QUEUE_PERMITS_FORGOTTEN: policy.forgotten,
+        metrics.QUEUE_RATE_STARTS: policy.available_starts,
+        metrics.QUEUE_RATE_WAIT: policy.next_start_seconds,
+        metrics.QUEUE_BREAKER: None if policy.breaker is None else BREAKER_STATES[policy.breaker],
+    }
+    yield from ((metric.name, [policy.queue], float(value)) for metric, value in figures.items() if value is not None)
 
 
 def of_cluster(cluster: Cluster) -> Iterator[Sample]:

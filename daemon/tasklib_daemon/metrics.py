@@ -227,10 +227,44 @@ OLDEST_READY = _cluster(
     "queue_oldest_ready_age_seconds", "For how long the oldest ready task has been ready.", "queue",
     unit="seconds",
 )  # fmt: skip
-DUE_LAG = _cluster(
-    "due_lag_seconds", "For how long the most overdue task has been due without being made ready.", unit="seconds"
+QUEUE_WAITING = _cluster("queue_waiting", "1 while tasks of a queue with a policy are ready and wait; else 0.", "queue")
+QUEUE_PAUSED = _cluster("queue_paused", "1 while the queue is paused; else 0.", "queue")
+QUEUE_CAP = _cluster(
+    "queue_cap",
+    "Tasks of the queue that may execute at once in the whole cluster: max_running, or fewer while a breaker is not "
+    "closed. Queue * is the cap over all queues.",
+    "queue", unit="tasks",
+)  # fmt: skip
+QUEUE_PERMITS = _cluster(
+    "queue_permits", "Permits that workers hold of the cap: tasks that they may execute at once.", "queue", unit="tasks"
 )
-UNSERVED = _cluster("unserved_names", "Names of tasks that wait, and that no live worker serves.", unit="names")
+QUEUE_PERMITS_WANTED = _cluster(
+    "queue_permits_wanted", "Permits that workers want beyond those that they hold.", "queue", unit="tasks"
+)
+QUEUE_PERMITS_FORGOTTEN = _cluster(
+    "queue_permits_forgotten",
+    "Permits of workers that are dead or unknown. They are freed when the tasks of the worker are recovered.",
+    "queue", unit="tasks",
+)  # fmt: skip
+QUEUE_RATE_STARTS = _cluster(
+    "queue_rate_available_starts", "Starts that the rate limit of the queue would grant now.", "queue", unit="starts"
+)
+QUEUE_RATE_WAIT = _cluster(
+    "queue_rate_wait_seconds", "Time until the rate limit of the queue grants the next start; 0 if it does so now.",
+    "queue", unit="seconds",
+)  # fmt: skip
+QUEUE_BREAKER = _cluster(
+    "queue_breaker_state", "The circuit breaker of the queue: 0 closed, 1 half open, 2 open.", "queue"
+)
+DUE_LAG = _cluster(
+    "due_lag_seconds",
+    "How long the longest due of the tasks that wait for their time has been due. Tasks of paused queues do not count.",
+    unit="seconds",
+)
+UNSERVED = _cluster(
+    "unserved_names", "Names of tasks that wait, in queues that are not paused, and that no live worker serves.",
+    unit="names",
+)  # fmt: skip
 CLUSTER_WORKERS = _cluster(
     "cluster_workers", "Workers in the table of workers: alive, stopping, or dead and not forgotten yet.", "state",
     unit="workers",

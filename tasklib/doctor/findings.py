@@ -81,6 +81,8 @@ class Thresholds:
     dead_rows: int = 100_000  # and more than twice the threshold of autovacuum
     unserved_seconds: float = 60.0  # a rollout is no reason for an alarm
     stuck_seconds: float = 30.0  # a lease that ran out is noticed within 20
+    paused_seconds: float = 86400.0  # without an end, with tasks waiting
+    breaker_seconds: float = 600.0  # half open, with tasks waiting
     # A shorter time limit of a role or database is a warning; one shorter than a tenth is critical.
     shortest_timeouts: Mapping[str, float] = field(
         default_factory=lambda: {

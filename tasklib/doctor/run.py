@@ -19,6 +19,7 @@ from tasklib.connection_string import connection_string
 from tasklib.database_errors import is_connection_lost, translate
 from tasklib.doctor.connections import check_connections, check_pooler
 from tasklib.doctor.findings import Finding, Severity, Thresholds, critical, note, warning
+from tasklib.doctor.policies import check_policies
 from tasklib.doctor.probe import LOCK_SECONDS, REPORTED_ELSEWHERE, STATEMENT_SECONDS, Probe, connect
 from tasklib.doctor.schema import check_grants, check_schema
 from tasklib.doctor.server import check_clock, check_database, check_durability, check_row_security, check_sessions
@@ -47,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "connections": check_connections,
     "workers": check_workers,
     "leases": check_leases,
+    "policies": check_policies,
 }
 DEEP_CHECKS: dict[str, Check] = {"unnoted_leases": check_unnoted_leases}  # reads the whole table
 SECONDS = 30.0

@@ -34,11 +34,17 @@ TABLE_RIGHTS = {
     "worker_states": ("select", "insert", "delete"),
     "task_rollups": ("select", "insert", "update", "delete"),
     "task_functions": ("select", "insert", "update", "delete"),
+    "queues": ("select",),
+    "policy": ("select",),
+    "queue_limits": ("select",),
+    "permits": ("select", "insert", "update", "delete"),
+    "rates": ("select", "insert", "update"),
+    "breakers": ("select", "insert", "update"),
     "schema_migrations": ("select",),
 }
 FUNCTION_RIGHTS = (
     "submit", "submit_many", "cancel", "retry", "promote", "expire", "ring", "ring_all", "queue_statistics",
-    "task_statistics", "backlog",
+    "task_statistics", "backlog", "permit", "forget_permits", "grant_starts", "report_breaker",
 )  # fmt: skip
 
 
@@ -187,6 +193,7 @@ KINDS = {
     "function": (re.compile(r"function (?P<name>\w+).*"), ""),  # its description has no text, only a digest
     "other": (re.compile(r"(?P<name>.+)"), ""),
 }
+REPLACED = re.compile(r"^create or replace (?:function tasklib\.|trigger )(\w+)", re.MULTILINE)  # by every upgrade
 ALL_ANEW = "delete from tasklib.schema_migrations where version = 0;"
 
 
@@ -202,7 +209,7 @@ def repairs(missing: Sequence[str], schema: str) -> Iterator[str]:
     """
     parts = sorted(map(_part, missing), key=lambda part: [*KINDS].index(part.kind))
     constraints = {part.name for part in parts if part.kind == "constraint"}
-    replaced = {name for name, _ in folder("functions")}
+    replaced = {name for _, text in folder("functions") for name in REPLACED.findall(text)}
     by_upgrade = [part for part in parts if part.kind in {"function", "trigger"} and part.name in replaced]
     by_itself = [part for part in parts if part.kind == "index" and part.name in constraints]
     left = [part for part in parts if part not in by_upgrade and part not in by_itself]

@@ -2,7 +2,8 @@
 error, and so does a lock that is never released. Everything else would look as if there were no work.
 
 Statistics of the queues are read with the rights of their owner. If they show tasks that have been ready for a while,
-and this role can lock none of their rows, twice in a row, the queue stands still.
+and this role can lock none of their rows, twice in a row, the queue stands still. A queue that is paused, or whose cap
+is in use, does not: its tasks are meant to wait.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ class Standstill:
         if can_claim:
             return set()
         waiting = self._session.run(self._statistics.queues(most=1))
-        return {
+        found = {
             each.queue
             for each in waiting
             if each.ready
             and (each.oldest_ready_age_seconds or 0.0) >= self._old_seconds
             and (self._queues is None or each.queue in self._queues)
         }
+        closed = {*self._session.run(self._statements.closed_queues())} if found else set()
+        return set() if "*" in closed else found - closed

@@ -190,7 +190,7 @@ select worker.of_daemon, count(*)::integer, sum(worker.concurrency)::bigint
 
 
 -- Names that wait and that no live worker serves, by queue. Only the first ten thousand ready tasks of each queue are read: one
--- short scan of the index of the claims.
+-- short scan of the index of the claims. A paused queue needs no worker.
 -- name: unserved
 with recursive queues as (
     (select queue from tasklib.tasks where ready order by queue limit 1)
@@ -204,7 +204,8 @@ select queues.queue::text, waiting.name::text, count(*),
        lateral (select name, greatest(created_at, scheduled_at, next_retry_at) as since
                   from tasklib.tasks where ready and tasks.queue = queues.queue
                  order by priority desc, created_at, id limit 10000) as waiting
- where not exists (select from tasklib.workers
+ where queues.queue not in (select limits.queue from tasklib.queue_limits as limits where limits.is_paused)
+   and not exists (select from tasklib.workers
                     where died_at is null and lease_until > clock_timestamp() and waiting.name = any(task_names)
                       and (workers.queues is null or queues.queue = any(workers.queues)))
  group by 1, 2
@@ -246,6 +247,64 @@ select task.id, task.name::text, claim.worker_id,
  where isfinite(task.started_at)
    and extract(epoch from clock_timestamp() - task.started_at)::double precision > task.timeout_seconds + $1::double precision
  order by 4 desc;
+
+
+-- Live workers that do not know a feature that is in use, and the first that they lack.
+-- name: ignorant
+select worker.worker_id, worker.pid, worker.hostname, min(feature)
+  from tasklib.policy, unnest(policy.features) as feature, tasklib.workers as worker
+ where worker.died_at is null and worker.lease_until > clock_timestamp() and feature <> all(worker.features)
+ group by 1, 2, 3
+ order by 1;
+
+
+-- Permits that nobody will give back, and that forget_permits would free, if they have been so for $1 seconds: by queue.
+-- name: forgotten_permits
+select held.queue, sum(held.permits)::bigint, count(*),
+       extract(epoch from clock_timestamp() - min(greatest(held.since, worker.died_at)))::double precision
+  from tasklib.permits as held
+  left join tasklib.workers as worker using (worker_id)
+ where (worker.worker_id is null or worker.died_at is not null)
+   and not exists (select from tasklib.claims as claim where claim.worker_id = held.worker_id)
+   and greatest(held.since, worker.died_at) < clock_timestamp() - $1::double precision * interval '1 second'
+ group by 1
+ order by 1;
+
+
+-- Queues with ready tasks that have been paused for more than $1 seconds, without an end.
+-- name: forgotten_pauses
+select queue.name::text, coalesce(queue.paused_by, 'somebody'), coalesce(queue.pause_reason, ''),
+       extract(epoch from clock_timestamp() - queue.paused_at)::double precision
+  from tasklib.queues as queue
+ where queue.paused_at < clock_timestamp() - $1::double precision * interval '1 second' and queue.paused_until is null
+   and exists (select from tasklib.tasks as task where task.ready and task.queue = queue.name)
+ order by 4 desc;
+
+
+-- Queues with ready tasks, of which none may ever start; '*' if that holds for all queues. (A rate of 0 is refused by a CHECK.)
+-- name: closed_caps
+select name::text from tasklib.queues as queue
+ where max_running = 0 and exists (select from tasklib.tasks as task where task.ready and task.queue = queue.name)
+union all
+select '*' from tasklib.policy
+ where cluster_wide_cap = 0 and exists (select from tasklib.tasks as task where task.ready)
+ order by 1;
+
+
+-- Breakers of queues with ready tasks that will not close or half open by themselves: half open for more than $1 seconds without
+-- a report, because nobody probes; or open for longer than the policy says, because it was changed, or the clock was set back.
+-- name: stuck_breakers
+select breaker.queue, limits.breaker = 'half_open',
+       abs(extract(epoch from clock_timestamp() - breaker.open_until))::double precision
+  from tasklib.breakers as breaker
+  join tasklib.queue_limits as limits on limits.queue = breaker.queue
+  join tasklib.queues as queue on queue.name = breaker.queue
+ where (limits.breaker = 'half_open' and breaker.open_until < clock_timestamp() - $1::double precision * interval '1 second'
+        or limits.breaker = 'open'
+           and breaker.open_until > clock_timestamp() + (queue.breaker_open_seconds + 60) * interval '1 second')
+   and not limits.is_paused
+   and exists (select from tasklib.tasks as task where task.ready and task.queue = breaker.queue)
+ order by 1;
 
 
 -- Leases without a claim, which would never be recovered. Workers never leave one; SQL by hand may, and so may a restore of `tasks`

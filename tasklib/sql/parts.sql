@@ -44,6 +44,11 @@ tags, parent_id, store_result, id_text, waited_seconds, claim_id, date_part('epo
 date_part('epoch', clock_timestamp()) as answered_epoch, date_part('epoch', created_at) as submitted, priority
 
 
+-- Of a row of queue_limits: nothing of the queue starts now, because it is paused, or because all of its cap is in use.
+-- part: is_closed
+(limits.is_paused or limits.cap <= limits.permits)
+
+
 -- The recursive half of a walk through the queues that have a ready task, in the order of their names: one probe of the
 -- index for each queue, however many tasks it has. The walk is called `queues`, ends with a null, and is only as long as the
 -- query reads it. Operators name their schema because `ready_queues` runs on connections of applications.

@@ -215,19 +215,28 @@ select tasklib.retry($1::uuid);
 -- queue. Row-level security hides rows that the role may not lock. A claim skips locked rows, so a worker that looks for a task
 -- must not meet the lock of this statement. Therefore a task is locked, for a moment, only if it has waited for more than $2 seconds
 -- and the last look saw it already ($3; null: this is the first look). A task that the last look did not see is no standstill.
+-- Queues that are paused, or whose cap is in use, are passed over: that their tasks wait is meant, and somebody who has paused a
+-- queue may well hold its rows. If all queues are served, the first open one is looked at, of at most 200 that have ready tasks.
 -- name: lockable
-with seen as materialized (
-    select id, greatest(created_at, scheduled_at) < clock_timestamp() - $2::double precision * interval '1 second' as is_old
-      from (
-        select found.id, found.created_at, found.scheduled_at
-          from (values (0)) as one,
-               lateral (select id, created_at, scheduled_at from tasklib.tasks
-                         where $1::text[] is null and ready limit 1) as found
-        union all
-        select found.id, found.created_at, found.scheduled_at
-          from unnest($1::text[]) as given (queue),
-               lateral (select id, created_at, scheduled_at from tasklib.tasks
-                         where ready and tasks.queue = given.queue limit 1) as found) as found
+with recursive queues as (
+    (select queue from tasklib.tasks where ready and $1::text[] is null order by queue limit 1)
+    :further_queues
+), open_queues (queue) as (
+    (select walked.queue
+       from (select queues.queue::text from queues where queues.queue is not null limit 200) as walked (queue)
+      where not exists (select from tasklib.queue_limits as limits where limits.queue in (walked.queue, '*') and :is_closed)
+      limit 1)
+    union all
+    select given.queue
+      from unnest($1::text[]) as given (queue)
+     where not exists (select from tasklib.queue_limits as limits where limits.queue in (given.queue, '*') and :is_closed)
+), seen as materialized (
+    select found.id,
+           greatest(found.created_at, found.scheduled_at)
+               < clock_timestamp() - $2::double precision * interval '1 second' as is_old
+      from open_queues,
+           lateral (select id, created_at, scheduled_at from tasklib.tasks
+                     where ready and tasks.queue = open_queues.queue limit 1) as found
 ), locked as (
     select from tasklib.tasks
      where id = any(array(select id from seen where is_old and id = any($3::uuid[])))
@@ -238,10 +247,17 @@ select exists (select from seen where not is_old or id <> all($3::uuid[]))
        array(select id from seen);
 
 
--- Names at the head of these queues ($1) that no live worker serves, without those that the caller serves itself ($2).
+-- Queues from which nothing is to be claimed now. '*' stands for all of them.
+-- name: closed_queues
+select limits.queue from tasklib.queue_limits as limits where :is_closed;
+
+
+-- Names at the head of these queues ($1) that no live worker serves, without those that the caller serves itself ($2). A queue that
+-- is paused needs no worker.
 -- name: waiting_names
 select distinct waiting.name
-from unnest($1::text[]) as given (queue),
+from (select queue from unnest($1::text[]) as given (queue)
+       where queue not in (select limits.queue from tasklib.queue_limits as limits where limits.is_paused)) as given,
      lateral (select name from tasklib.tasks where ready and tasks.queue = given.queue
                order by priority desc, created_at, id limit 200) as waiting
 where waiting.name <> all($2::text[])

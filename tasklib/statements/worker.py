@@ -118,5 +118,9 @@ class WorkerStatements(ClaimStatements, OutcomeStatements):
         parameters = (None if queues is None else list(queues), old_seconds, None if seen is None else list(seen))
         return Statement(self._tasks["lockable"], parameters, lambda rows: rows[0])
 
+    def closed_queues(self) -> Statement[list[str]]:
+        """Queues of which nothing may start now: paused, or with their cap in use. '*' stands for all."""
+        return Statement(self._tasks["closed_queues"], (), read_column, is_change=False)
+
     def waiting_names(self, queues: Sequence[str], served: Sequence[str]) -> Statement[list[str]]:
         return Statement(self._tasks["waiting_names"], (list(queues), list(served)), read_column, is_change=False)

@@ -42,6 +42,7 @@ BULK = 50
 WINDOW = "10s"  # Grafana would say four scrapes, or more
 NEVER_RUN = {"come_later", "unknown"}  # they are left waiting
 
+POLICY = '{"max_running": 5, "rate_limit": 5, "rate_seconds": 60, "breaker_failures": 5}'
 CUT: LiteralString = "select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'tasklib:%'"
 FIRING = 'ALERTS{alertstate="firing"}'
 # What Prometheus has, by which labels, and what the database has of it.
@@ -122,6 +123,8 @@ def scene(new_database: NewDatabase, tmp_path_factory: pytest.TempPathFactory) -
         targets = [f"127.0.0.1:{each.wait_for('web.listening')['port']}" for each in daemons]
         server = stack.enter_context(prometheus({"tasklib": targets}, rules=files.RULES))
         wait_until(lambda: len(server.up()) == len(targets), "the first scrapes")
+        # A policy that holds nothing up, so that there are figures of one.
+        conn.execute("select tasklib.set_queue('limited', %s::jsonb)", [POLICY])
         began = time.time()
         with tasklib.Client(config) as client:
             _load(client, conn, tmp_path_factory.mktemp("flags"))

@@ -16,9 +16,9 @@ from psycopg.conninfo import make_conninfo
 import tasklib
 from tasklib.runtime.metrics import Counts
 from tasklib.runtime.session import Session
-from tasklib.statistics import MOST_COUNTED, QueueStatistics
+from tasklib.statistics import MOST_COUNTED, QueuePolicy, QueueStatistics, StatisticsStatements
 from tasklib_daemon import gauges
-from tasklib_daemon.gauges import Gauges, of_queues
+from tasklib_daemon.gauges import Gauges, of_policies, of_queues
 from tasklib_daemon.metrics import MOST_NAMES
 from tools.waiting import wait_until
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tests.support.raw_sql import Conn
 
 EMPTY = QueueStatistics("default", 0, 0, 0, 0, 0, None, None)
+NO_LIMIT = QueuePolicy("mail", False, None, 0, 0, 0, None, None, None)
 
 
 class Scene:
@@ -99,6 +100,121 @@ def test_queues_beyond_the_bound_are_told_together() -> None:
     assert found["queue_tasks", "queue-149", "ready"] == 149
     assert found["queue_tasks", "other", "ready"] == 10**6 + sum(range(50))
     assert found["queue_oldest_ready_age_seconds", "other"] == 7.0
+
+
+# --- policies ---
+
+
+def of_queue(found: dict[tuple[str, ...], float], queue: str) -> dict[str, float]:
+    """What is told of one queue's policy, without the prefix."""
+    return {
+        key[0].removeprefix("queue_"): value
+        for key, value in found.items()
+        if key[1:] == (queue,) and key[0] != "queue_oldest_ready_age_seconds"
+    }
+
+
+def test_a_cluster_without_policies_tells_of_none(scene: Scene, client: tasklib.Client) -> None:
+    client.submit_task("work", queue="mail")
+    assert of_queue(scene.read(), "mail") == {}
+
+
+def test_a_policy_is_told_as_it_holds_now(scene: Scene, client: tasklib.Client, conn: Conn) -> None:
+    """A queue that only has a row has no cap, no rate and no breaker. A pause that is over is none."""
+    conn.execute("select tasklib.set_queue('mail')")
+    assert of_queue(scene.read(), "mail") == {"waiting": 0, "paused": 0, "permits_forgotten": 0}
+    client.submit_task("work", queue="mail")
+    conn.execute("select tasklib.pause_queue('mail')")
+    assert of_queue(scene.read(), "mail") == {"waiting": 1, "paused": 1, "permits_forgotten": 0}
+    conn.execute("update tasklib.queues set (paused_at, paused_until) = (now() - interval '1 hour', now())")
+    assert scene.read()["queue_paused", "mail"] == 0
+
+
+def test_permits_are_told_with_those_that_nobody_will_give_back(scene: Scene, conn: Conn) -> None:
+    """Of three workers, one lives, one is dead, and one is unknown. The last one is hungry."""
+    conn.execute("select tasklib.set_queue('mail', '{\"max_running\": 10}')")
+    for worker, wants in (("alive", 2), ("dead", 3), ("unknown", 9)):
+        conn.execute("select tasklib.permit('mail', %s, %s, 0)", [worker, wants])
+    conn.execute(
+        """insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency,
+                                        lease_until, died_at, features)
+           select id, 'w', 'host', 1, 'p', '{}', 1, now() + interval '1 hour', died_at, '{policies}'
+             from (values ('alive', null), ('dead', now())) as given (id, died_at)"""
+    )
+    told = of_queue(scene.read(), "mail")
+    assert (told["cap"], told["permits"], told["permits_wanted"], told["permits_forgotten"]) == (10, 10, 4, 8)
+
+
+def test_the_cap_over_all_queues_is_told_as_one_of_a_queue(scene: Scene, client: tasklib.Client, conn: Conn) -> None:
+    conn.execute("select tasklib.set_cluster('{\"cluster_wide_cap\": 5}'), tasklib.permit('*', 'a', 2, 0)")
+    client.submit_task("work")
+    assert of_queue(scene.read(), "*") == {
+        "waiting": 1, "paused": 0, "cap": 5, "permits": 2, "permits_wanted": 0, "permits_forgotten": 2
+    }  # fmt: skip
+
+
+def test_a_breaker_is_told_by_its_state(scene: Scene, conn: Conn) -> None:
+    """While it is not closed it is the cap, too."""
+    conn.execute("select tasklib.set_queue('mail', '{\"breaker_failures\": 1, \"breaker_probes\": 2}')")
+    assert scene.read()["queue_breaker_state", "mail"] == 0
+    conn.execute("select tasklib.report_breaker('mail', 1, 0, 1)")
+    told = of_queue(scene.read(), "mail")
+    assert (told["breaker_state"], told["cap"]) == (2, 0)
+    conn.execute("update tasklib.breakers set open_until = now()")
+    told = of_queue(scene.read(), "mail")
+    assert (told["breaker_state"], told["cap"]) == (1, 2)
+
+
+RATES = {
+    "never asked": ('{"rate_limit": 5, "rate_seconds": 3600}', []),
+    "some are left": ('{"rate_limit": 5, "rate_seconds": 3600}', [3]),
+    "none is left": ('{"rate_limit": 5, "rate_seconds": 3600}', [3, 2]),
+    "the burst is used": ('{"rate_limit": 6, "rate_seconds": 3600, "rate_burst": 2}', [2]),
+    "one of the burst is left": ('{"rate_limit": 6, "rate_seconds": 3600, "rate_burst": 2}', [1]),
+    "both are used": ('{"rate_limit": 2, "rate_seconds": 3600, "rate_burst": 1}', [1, 1]),
+}
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("older", [0, 1, 5, 61])
+def test_the_room_of_a_rate_is_what_would_be_granted(scene: Scene, conn: Conn, rate: str, older: int) -> None:
+    """And the wait is the one that a worker would be told, also if the grants are so many minutes old."""
+    policy, grants = RATES[rate]
+    conn.execute("select tasklib.set_queue('mail', %s::jsonb)", [policy])
+    for wants in grants:
+        conn.execute("select tasklib.grant_starts('mail', %s)", [wants])
+    conn.execute(
+        """update tasklib.rates
+              set at = array(select each - %s * interval '1 minute' from unnest(at) as each),
+                  full_at = full_at - %s * interval '1 minute'""",
+        [older, older],
+    )
+    told = of_queue(scene.read(), "mail")
+    granted, wait = (
+        conn.execute("select granted, next_seconds from tasklib.grant_starts('mail', 1000)").fetchone() or ()
+    )
+    assert told["rate_available_starts"] == granted
+    assert told["rate_wait_seconds"] == (0 if granted else pytest.approx(wait, abs=5))
+
+
+def test_queues_with_a_policy_are_told_up_to_a_bound() -> None:
+    """Those in which tasks wait come first. `other` is neither paused nor open."""
+    most = MOST_NAMES["queue"]
+    policies = [replace(NO_LIMIT, queue=f"queue-{number:03}") for number in range(most)]
+    policies += [replace(NO_LIMIT, queue="waits", is_paused=True), replace(NO_LIMIT, queue="other", is_paused=True)]
+    samples = [*of_policies(policies, [replace(EMPTY, queue="waits", ready=1), replace(EMPTY, queue="other", ready=9)])]
+    found = {(name, *labels): value for name, labels, value in samples}
+    assert len(found) == len(samples) == 3 * most
+    assert (found["queue_paused", "waits"], found["queue_waiting", "waits"]) == (1, 1)
+    assert ("queue_paused", "other") not in found
+    assert ("queue_paused", f"queue-{most - 1:03}") not in found
+
+
+def test_policies_cost_one_statement_that_reads_no_task(scene: Scene, conn: Conn) -> None:
+    """It is answered while nobody may look at the tasks."""
+    with conn.transaction():
+        conn.execute("lock tasklib.tasks in access exclusive mode")
+        assert scene.session.run(StatisticsStatements(tasklib.Config("")).policies()) == []
 
 
 def test_who_is_not_elected_asks_nothing(scene: Scene) -> None:

@@ -28,6 +28,7 @@ from tasklib.doctor import CHECKS, DEEP_CHECKS, Finding, Severity, Thresholds, r
 from tasklib.doctor.probe import Server
 from tasklib.doctor.run import REMEDY_ADDRESS, REMEDY_FULL, REMEDY_REFUSED
 from tasklib.doctor.server import check_database
+from tasklib.sql import queries
 from tests.support.commands import COMMAND, run_tasklib
 from tests.support.pooler import PROGRAM, WHY_NOT, pgbouncer
 from tests.support.proxy import CuttingProxy, Fate, Said
@@ -48,7 +49,9 @@ pytestmark = pytest.mark.direct("it has servers of its own")
 
 OK, NOTE, WARNING, CRITICAL = Severity
 PASSWORD = "S3CR3T-canary-47"
-AT_ONCE = Thresholds(transaction_seconds=(0.0, 3600), unserved_seconds=-1, stuck_seconds=-1)
+AT_ONCE = Thresholds(
+    transaction_seconds=(0.0, 3600), unserved_seconds=-1, stuck_seconds=-1, paused_seconds=-1, breaker_seconds=-1
+)
 MAX_CONNECTIONS = 40
 
 
@@ -77,8 +80,7 @@ def url(server: EmbeddedPostgres, shared_url: str, request: pytest.FixtureReques
     if "fresh" in request.fixturenames:
         return make_database(server, f"fresh_{time.monotonic_ns()}")
     with psycopg.connect(shared_url, autocommit=True) as conn:
-        for table in ("tasks", "claims", "workers", "worker_states"):
-            conn.execute(sql.SQL("delete from tasklib.{}").format(sql.Identifier(table)))
+        conn.execute(queries("testing", "tasklib")["empty"])
     return shared_url
 
 
@@ -128,7 +130,9 @@ def one(config: tasklib.Config, check: str, severity: Severity, **options: Any) 
 
 def apply(conn: Conn, remedy: str) -> None:
     """What of it is SQL. Each by itself: some of it must not be in a transaction."""
-    statements = re.findall(r"((?:alter|create|delete|drop|grant|insert|reindex|rollback|select|set) [^;]+;)", remedy)
+    statements = re.findall(
+        r"((?:alter|create|delete|drop|grant|insert|reindex|rollback|select|set|update) [^;]+;)", remedy
+    )
     assert statements, remedy
     for statement in statements:
         conn.execute(literal(statement))
@@ -415,6 +419,9 @@ def test_a_schema_of_a_development_version(config: tasklib.Config, conn: Conn) -
         ("drop view tasklib.folded_attempts cascade", "folded_attempts"),
         ("drop trigger tell_done on tasklib.tasks", "tell_done"),
         ("drop trigger keep_attempt on tasklib.task_attempts", "keep_attempt"),
+        ("drop trigger policy_changed on tasklib.queues", "policy_changed"),
+        ("drop function tasklib.policy_row_changed cascade", "policy_row_changed"),
+        ("drop trigger refuse_old_worker on tasklib.workers", "refuse_old_worker"),
         ("create or replace function tasklib.ring(queue text) returns void language sql as 'select'", "function ring"),
     ],
 )
@@ -476,6 +483,20 @@ def test_a_part_without_effect(config: tasklib.Config, conn: Conn, url: str) -> 
     assert invalid.details == {"table": "tasks", "index": "tasks_due"}
     conn.execute("reset lock_timeout")
     apply(conn, invalid.remedy)
+    one(config, "schema", OK)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("table", "trigger"),
+    [("queues", "policy_changed"), ("policy", "policy_row_changed"), ("workers", "refuse_old_worker")],
+)
+def test_a_trigger_of_the_policies_that_is_off(config: tasklib.Config, conn: Conn, table: str, trigger: str) -> None:
+    """Workers would not hear of a pause, or one that knows no pause would be let in."""
+    conn.execute(literal(f"alter table tasklib.{table} disable trigger {trigger}"))
+    off = one(config, "schema", CRITICAL)
+    assert off.details == {"table": table, "trigger": trigger}
+    apply(conn, off.remedy)
     one(config, "schema", OK)
 
 
@@ -1025,13 +1046,14 @@ def test_workers_of_daemons_that_may_open_too_many(config: tasklib.Config, conn:
 def insert_worker(
     conn: Conn, worker_id: str, lease: str = "+ interval '1 minute'", renewed: str = "", concurrency: int = 1,
     names: str = "{}", queues: str | None = None, died: str = "null", name: str = "w",
+    features: str = "{policies}",
 ) -> None:  # fmt: skip
     conn.execute(
         literal(f"""insert into tasklib.workers (worker_id, name, hostname, pid, process_name, queues, task_names,
-                        concurrency, renewed_at, lease_until, died_at)
+                        concurrency, renewed_at, lease_until, died_at, features)
                     values (%s, %s, 'host', 1, 'p', %s, %s, %s, clock_timestamp() {renewed}, clock_timestamp() {lease},
-                            {died})"""),
-        [worker_id, name, queues, names, concurrency],
+                            {died}, %s)"""),
+        [worker_id, name, queues, names, concurrency, features],
     )
 
 
@@ -1073,6 +1095,17 @@ def test_a_name_behind_many_others(config: tasklib.Config, conn: Conn) -> None:
     conn.execute("insert into tasklib.tasks (name) select 'a' from generate_series(1, 3000)")
     conn.execute("select tasklib.submit('b')")
     assert "b in queue default (1)" in one(config, "workers", WARNING, thresholds=AT_ONCE).summary
+
+
+def test_a_paused_queue_needs_no_worker(config: tasklib.Config, conn: Conn) -> None:
+    """Its workers may have been taken away."""
+    conn.execute("select tasklib.submit('a', queue => 'mail')")
+    conn.execute(
+        "update tasklib.tasks set (created_at, scheduled_at) = (now() - interval '1 day', now() - interval '1 day')"
+    )
+    one(config, "workers", CRITICAL)
+    conn.execute("select tasklib.pause_queue('mail')")
+    assert "nothing waits" in one(config, "workers", NOTE).summary
 
 
 def test_a_lease_that_ran_out_and_nobody_noticed(config: tasklib.Config, conn: Conn) -> None:
@@ -1160,6 +1193,100 @@ def test_a_lease_that_no_claim_tells_of(config: tasklib.Config, conn: Conn) -> N
 def reap(config: tasklib.Config) -> None:
     with contextlib.closing(ManualWorker(config, "reaper", lives=False)) as worker:
         grown_up_reaper(config, worker.session).run_once()
+
+
+# --- policies ---
+
+
+def test_permits_of_workers_that_are_gone(config: tasklib.Config, conn: Conn) -> None:
+    """Of a dead and of an unknown one. Not of one that lives, nor of one whose tasks wait to be recovered; nor at once,
+    because the next round of the duties frees them.
+    """
+    conn.execute("select tasklib.set_queue('mail', '{\"max_running\": 10}')")
+    insert_worker(conn, "alive")
+    insert_worker(conn, "dead", died="clock_timestamp()")
+    insert_worker(conn, "to_recover", died="clock_timestamp()")
+    conn.execute("insert into tasklib.claims (worker_id, locked_until, task_ids) values ('to_recover', now(), '{}')")
+    for worker in ("alive", "dead", "to_recover", "unknown"):
+        conn.execute("select tasklib.permit('mail', %s, 2, 0)", [worker])
+    one(config, "policies", OK)
+    found = one(config, "policies", WARNING, thresholds=AT_ONCE)
+    assert (found.details["queue"], found.details["permits"]) == ("mail", 4)
+    apply(conn, found.remedy)
+    one(config, "policies", OK, thresholds=AT_ONCE)
+    assert conn.execute("select count(*) from tasklib.permits").fetchone() == (2,)
+
+
+def test_a_pause_that_was_forgotten(config: tasklib.Config, conn: Conn) -> None:
+    """For more than a day, without an end, while tasks wait."""
+    conn.execute("select tasklib.pause_queue('mail', 'the provider is down', actor => 'ann')")
+    one(config, "policies", OK, thresholds=AT_ONCE)  # nothing waits
+    conn.execute("select tasklib.submit('a', queue => 'mail')")
+    one(config, "policies", OK)
+    conn.execute("update tasklib.queues set paused_at = paused_at - interval '3 days'")
+    found = one(config, "policies", WARNING)
+    assert "queue mail was paused 3 days ago by ann (the provider is down)" in found.summary
+    conn.execute("update tasklib.queues set paused_until = now() + interval '1 hour'")
+    one(config, "policies", OK)
+    conn.execute("update tasklib.queues set paused_until = null")
+    apply(conn, found.remedy)
+    one(config, "policies", OK, thresholds=AT_ONCE)
+    assert conn.execute("select is_paused from tasklib.queue_limits").fetchone() == (False,)
+
+
+@pytest.mark.parametrize(
+    ("policy", "queue"),
+    [
+        ("select tasklib.set_queue('mail', '{\"max_running\": 0}')", "mail"),
+        ("select tasklib.set_cluster('{\"cluster_wide_cap\": 0}')", "*"),
+    ],
+)
+def test_a_cap_of_nothing(config: tasklib.Config, conn: Conn, policy: str, queue: str) -> None:
+    """A typing error, or a pause that has no author."""
+    conn.execute(literal(policy))
+    one(config, "policies", OK)  # nothing waits
+    conn.execute("select tasklib.submit('a', queue => 'mail')")
+    found = one(config, "policies", WARNING)
+    assert found.details == {"queue": queue}
+    apply(conn, found.remedy)
+    one(config, "policies", OK)
+
+
+@pytest.mark.parametrize(
+    ("stuck", "told"),
+    [
+        ("open_until = now() - interval '11 minutes'", "has been half open for 11 min"),
+        ("open_until = now() + interval '3 hours'", "stays open for 3 h more"),
+    ],
+)
+def test_a_breaker_that_is_stuck(config: tasklib.Config, conn: Conn, stuck: str, told: str) -> None:
+    """Nobody probes, or its time was set by another policy or another clock. One that is open for as long as it should
+    be is none, nor one behind which nothing waits.
+    """
+    conn.execute("select tasklib.set_queue('mail', '{\"breaker_failures\": 1, \"breaker_open_seconds\": 60}')")
+    conn.execute("select tasklib.report_breaker('mail', 1, 0, 1), tasklib.submit('a', queue => 'mail')")
+    one(config, "policies", OK)
+    conn.execute(literal(f"update tasklib.breakers set {stuck}"))
+    found = one(config, "policies", WARNING)
+    assert told in found.summary
+    conn.execute("update tasklib.tasks set queue = 'other'")
+    one(config, "policies", OK)
+    conn.execute("update tasklib.tasks set queue = 'mail'")
+    apply(conn, found.remedy)
+    one(config, "policies", OK)
+    closed = conn.execute("select breaker, breaker_epoch from tasklib.queue_limits").fetchone()
+    assert closed == ("closed", 3)
+
+
+def test_a_worker_that_does_not_know_the_policies(config: tasklib.Config, conn: Conn) -> None:
+    """It came in while the trigger was off. A dead one does no harm, nor does one while no policy is in use."""
+    insert_worker(conn, "old", features="{}")
+    one(config, "policies", OK)
+    conn.execute("update tasklib.policy set features = '{policies}'")
+    found = one(config, "policies", CRITICAL)
+    assert "old (pid 1 on host, lacks policies)" in found.summary
+    conn.execute("update tasklib.workers set died_at = now()")
+    one(config, "policies", OK)
 
 
 # --- questions that are not answered ---

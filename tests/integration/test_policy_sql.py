@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+import tasklib
+from tasklib import migrate
 from tests.support.raw_sql import literal
 from tests.support.working import ManualWorker
 
 if TYPE_CHECKING:
-    import tasklib
-    from tests.support.raw_sql import Conn
+    from tests.support.raw_sql import Conn, NewDatabase
 
 pytestmark = pytest.mark.postgres_versions
 
@@ -196,6 +197,8 @@ def test_a_worker_that_knows_no_policies_is_refused_while_they_are_used(conn: Co
     with pytest.raises(psycopg.Error, match="does not know policies"):
         register(conn, "{}")
     register(conn, "{policies}")
+    set_queue(conn, '{"max_running": null}')
+    register(conn, "{}")  # nothing is in use any more that it does not know
 
 
 AGES = """
@@ -227,3 +230,22 @@ def test_a_claim_by_age_takes_what_brute_force_would(conn: Conn, config: tasklib
             assert [task.held.id for task in claim.tasks] == wanted
             assert claim.is_short == (count < limit)
             conn.execute("delete from tasklib.tasks")
+
+
+@pytest.mark.direct("roles are the server's")
+def test_who_may_read_the_policies_may_read_what_follows_from_them(new_database: NewDatabase) -> None:
+    """A daemon's role that has no default privileges, after an upgrade: its workers ask queue_limits for permits."""
+    url = new_database()
+    migrate.migrate(tasklib.Config(url))
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("create role reads_policies; create role reads_nothing")
+        try:
+            conn.execute("grant select on tasklib.queues to reads_policies")
+            conn.execute("update tasklib.schema_migrations set revision = revision - 1 where version = 0")
+            migrate.migrate(tasklib.Config(url))
+            may = "select has_table_privilege(%s, 'tasklib.queue_limits', 'select')"
+            assert one(conn, may, "reads_policies")
+            assert not one(conn, may, "reads_nothing")
+        finally:
+            conn.execute("drop owned by reads_policies, reads_nothing")
+            conn.execute("drop role reads_policies, reads_nothing")

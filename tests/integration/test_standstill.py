@@ -11,6 +11,7 @@ from psycopg.conninfo import make_conninfo
 
 import tasklib
 from tasklib.duties.standstill import Standstill
+from tasklib.duties.unserved_names import UnservedNames
 from tasklib.runtime.session import Session
 from tasklib.statements import WorkerStatements
 from tests.support.raw_sql import literal
@@ -97,6 +98,67 @@ def test_a_lock_that_nobody_gives_back(conn: Conn, session: Session, database_ur
     assert duty.hidden == []
 
 
+CLOSED = {
+    "paused": "select tasklib.pause_queue('mail')",
+    "capped": """
+        select tasklib.set_queue('mail', '{"max_running": 3}'), tasklib.permit('mail', 'a', 2, 0),
+               tasklib.permit('mail', 'b', 2, 0)
+    """,
+    "capped to nothing": """select tasklib.set_queue('mail', '{"max_running": 0}')""",
+}
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("queues", [None, ["mail", "other"]])
+def test_a_closed_queue_is_no_standstill(
+    conn: Conn, session: Session, database_url: str, closed: str, queues: list[str] | None
+) -> None:
+    """Who has paused a queue may hold its rows for as long as he corrects them. A queue that stands still beside it is
+    found, and named alone. A cap of which a part is free closes nothing.
+    """
+    conn.execute("insert into tasklib.tasks (name, queue) values ('job', 'mail')")
+    conn.execute(literal(CLOSED[closed]))
+    duty = standstill(session, queues)
+    with psycopg.connect(database_url) as holder:
+        holder.execute("select from tasklib.tasks for update")
+        for _ in range(3):
+            duty.run_once()
+            assert duty.hidden == []
+        conn.execute("insert into tasklib.tasks (name, queue) values ('job', 'other')")
+        holder.execute("select from tasklib.tasks for update")
+        for _ in range(3):  # it was not the one that was seen before
+            duty.run_once()
+        assert duty.hidden == ["other"]
+        conn.execute("delete from tasklib.permits where worker_id = 'b'")
+        conn.execute("select tasklib.resume_queue('mail'), tasklib.set_queue('mail', '{\"max_running\": 3}')")
+        for _ in range(3):  # it was not the one that was seen before
+            duty.run_once()
+        assert duty.hidden == ["mail", "other"]
+
+
+def test_a_closed_queue_hides_no_standstill_behind_it(conn: Conn, session: Session, database_url: str) -> None:
+    """Rows of the paused queue can be locked; those of the other one cannot."""
+    conn.execute("insert into tasklib.tasks (name, queue) values ('job', 'a_paused_one'), ('job', 'mail')")
+    conn.execute("select tasklib.pause_queue('a_paused_one')")
+    duty = standstill(session)
+    with psycopg.connect(database_url) as holder:
+        holder.execute("select from tasklib.tasks where queue = 'mail' for update")
+        for _ in range(3):  # it was not the one that was seen before
+            duty.run_once()
+        assert duty.hidden == ["mail"]
+
+
+def test_a_cap_over_all_queues_that_is_in_use_is_no_standstill(conn: Conn, session: Session, database_url: str) -> None:
+    conn.execute("insert into tasklib.tasks (name) values ('job')")
+    conn.execute("select tasklib.set_cluster('{\"cluster_wide_cap\": 1}'), tasklib.permit('*', 'a', 1, 0)")
+    duty = standstill(session)
+    with psycopg.connect(database_url) as holder:
+        holder.execute("select from tasklib.tasks for update")
+        for _ in range(3):
+            duty.run_once()
+            assert duty.hidden == []
+
+
 def test_what_is_no_standstill(conn: Conn, session: Session) -> None:
     """Tasks that could be claimed, also if nobody does; queues of others; what is new; what is not ready."""
     conn.execute("insert into tasklib.tasks (name, queue) values ('job', 'other')")
@@ -140,3 +202,20 @@ def test_only_a_task_that_was_seen_before_is_locked_by_the_look(
         assert worker.claim("job") == []
         session.connection().execute("rollback")
         assert len(worker.claim("job")) == 1
+
+
+@pytest.mark.parametrize("queues", [None, ["mail", "default"]])
+def test_a_paused_queue_needs_no_worker(
+    conn: Conn, config: tasklib.Config, session: Session, queues: list[str] | None
+) -> None:
+    """Its workers may have been taken away. Names that wait elsewhere are told."""
+    conn.execute("insert into tasklib.tasks (name, queue) values ('a', 'mail'), ('b', 'default')")
+    duty = UnservedNames(session, WorkerStatements(config), queues)
+    duty.run_once()
+    assert duty.unserved == ["a", "b"]
+    conn.execute("select tasklib.pause_queue('mail')")
+    duty.run_once()
+    assert duty.unserved == ["b"]
+    conn.execute("update tasklib.queues set (paused_at, paused_until) = (now() - interval '1 hour', now())")
+    duty.run_once()
+    assert duty.unserved == ["a", "b"]

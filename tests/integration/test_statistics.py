@@ -231,6 +231,38 @@ def test_what_will_never_run_is_no_backlog(client: tasklib.Client, conn: Conn) -
     assert client.backlog() == 0
 
 
+DUE = """
+insert into tasklib.tasks (name, queue, scheduled_at, due_at, ready)
+select 'work', %s, now() - %s::interval, now() - %s::interval, false from generate_series(1, %s)
+"""
+
+
+def test_a_paused_queue_is_no_backlog(client: tasklib.Client, conn: Conn, worker: ManualWorker) -> None:
+    """Whoever scales by it would start workers that may start nothing. What is held counts, and so does a queue whose
+    pause is over.
+    """
+    for queue in ("mail", "mail", "default"):
+        client.submit_task("work", queue=queue)
+    conn.execute(DUE, ["mail", "1 second", "1 second", 3])
+    assert len(worker.claim("work", limit=1, queue="mail")) == 1
+    assert (client.backlog(), client.backlog(["mail"])) == (6, 5)
+    conn.execute("select tasklib.pause_queue('mail')")
+    assert (client.backlog(), client.backlog(["mail"]), client.backlog(["default"])) == (2, 1, 1)
+    conn.execute("update tasklib.queues set (paused_at, paused_until) = (now() - interval '1 hour', now())")
+    assert (client.backlog(), client.backlog(["mail"])) == (6, 5)
+
+
+def test_a_task_of_a_paused_queue_is_not_late(config: tasklib.Config, conn: Conn, session: Session) -> None:
+    """There may be no worker left to make it ready. Behind a thousand of them, nothing is late."""
+    statement = StatisticsStatements(config).cluster()
+    conn.execute(DUE, ["mail", "1 hour", "1 hour", 999])
+    conn.execute(DUE, ["default", "2 minutes", "2 minutes", 1])
+    conn.execute("select tasklib.pause_queue('mail')")
+    assert session.run(statement).due_lag_seconds == pytest.approx(120, abs=10)
+    conn.execute("select tasklib.pause_queue('default')")
+    assert session.run(statement).due_lag_seconds is None
+
+
 def test_a_task_is_late_once_its_time_has_come_and_nobody_made_it_ready(
     config: tasklib.Config, conn: Conn, session: Session
 ) -> None:

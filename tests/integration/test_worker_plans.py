@@ -85,9 +85,9 @@ FEW = {
 HOLD = f"""
 with workers as (
     insert into tasklib.workers (worker_id, name, hostname, pid, process_name, task_names, concurrency, lease_until,
-                                 died_at)
+                                 died_at, features)
     select 'worker-' || n, 'worker', 'host', n, 'worker', '{{name_0,name_1}}', 100, now() + interval '1 day',
-           case 'worker-' || n when '{DEAD_WORKER}' then now() end
+           case 'worker-' || n when '{DEAD_WORKER}' then now() end, '{{policies}}'
     from generate_series(0, 19) as n
 )
 insert into tasklib.claims (worker_id, locked_until, task_ids)
@@ -366,6 +366,30 @@ def test_the_backlog_costs_what_it_counts(
     """A scaler asks for it every few seconds, whatever there is to do."""
     plan = explain(conn, plan_mode, StatisticsStatements(config).backlog(queues, most=100))
     assert plan.pages <= 1_500, plan
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("queues", [None, ["default", "mail"]])
+def test_what_waits_in_paused_queues_is_not_read_for_the_backlog(
+    conn: Conn, plan_mode: str, config: tasklib.Config, queues: list[str] | None
+) -> None:
+    """Three hundred thousand are ready. What workers hold is looked up: two thousand tasks."""
+    with conn.transaction(force_rollback=True):
+        conn.execute("select tasklib.pause_queue('default'), tasklib.pause_queue('mail')")
+        plan = explain(conn, plan_mode, StatisticsStatements(config).backlog(queues, most=1_000_000))
+    assert plan.pages <= 20_000, plan
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("queues", [None, ["default", "mail"]])
+def test_the_look_for_a_standstill_is_a_few_probes(
+    conn: Conn, plan_mode: str, statements: WorkerStatements, queues: list[str] | None
+) -> None:
+    """Also if the first queue is paused: its tasks are not walked through."""
+    with conn.transaction(force_rollback=True):
+        conn.execute("select tasklib.pause_queue('default')")
+        plan = explain(conn, plan_mode, statements.lockable(queues, 10.0, [uuid.UUID(int=1)]))
+    assert plan.pages <= 100, plan
 
 
 @pytest.mark.usefixtures("known")

@@ -1,5 +1,6 @@
 -- Every change of a queue's policy raises the version that workers compare, and rings, so that a worker that sleeps hears of a queue
--- that was resumed or may run more. A policy that older workers do not know switches its feature on.
+-- that was resumed or may run more. A policy that older workers do not know switches its feature on; the last one that goes
+-- switches it off.
 create or replace function tasklib.policy_changed() returns trigger
     language plpgsql security definer
     set search_path = pg_catalog, pg_temp
@@ -11,7 +12,14 @@ begin
     then
         perform tasklib.use_feature('policies');
     end if;
-    update tasklib.policy set version = version + 1;
+    update tasklib.policy
+       set version = version + 1,
+           features = case when cluster_wide_cap is null and not exists (
+                                    select from tasklib.queues as queue
+                                     where num_nonnulls(
+                                         queue.paused_at, queue.max_running, queue.max_per_worker, queue.rate_limit,
+                                         queue.breaker_failures, queue.breaker_share, queue.ageing_seconds) > 0)
+                           then array_remove(features, 'policies') else features end;
     perform tasklib.ring(coalesce(new.name, old.name));
     return null;
 end

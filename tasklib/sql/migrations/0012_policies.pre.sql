@@ -1,7 +1,8 @@
 -- Queues have policies: rows that operators change while workers run. Nothing here touches the rows of tasks, so that a table of
 -- any size is migrated at once: new columns are null and have no default.
 
--- 1. The policies.
+-- 1. The policies. No AND begins with a BETWEEN: after a dump and a restore PostgreSQL would describe it in other words, and the
+-- doctor would take the schema for changed.
 create table tasklib.queues (
     name                    tasklib.queue_name not null,
     paused_at               timestamptz,
@@ -34,7 +35,7 @@ create table tasklib.queues (
     constraint queues_pkey primary key (name),
     constraint queues_pause_whole check (
         paused_at is not null or num_nonnulls(paused_by, pause_reason, paused_until) = 0),
-    constraint queues_caps_bounded check (max_running between 0 and 1000000 and max_per_worker between 1 and 1000000),
+    constraint queues_caps_bounded check (max_running >= 0 and max_running <= 1000000 and max_per_worker between 1 and 1000000),
     constraint queues_rate_whole check (
         num_nonnulls(rate_limit, rate_seconds) in (0, 2) and (rate_burst is null or rate_limit is not null)
         and rate_limit between 1 and 1000000000 and rate_seconds between 0.01 and 31536000
@@ -42,12 +43,12 @@ create table tasklib.queues (
     constraint queues_breaker_whole check (
         case when num_nonnulls(breaker_failures, breaker_share) = 0
              then num_nonnulls(breaker_window_seconds, breaker_open_seconds, breaker_probes, breaker_codes) = 0
-             else breaker_window_seconds between 1 and 86400 and breaker_open_seconds between 2 and 86400
+             else breaker_window_seconds >= 1 and breaker_window_seconds <= 86400 and breaker_open_seconds between 2 and 86400
                   and breaker_probes between 1 and 1000 and breaker_window_seconds is not null
                   and breaker_open_seconds is not null and breaker_probes is not null end
         and breaker_failures between 1 and 1000000 and breaker_share > 0 and breaker_share <= 1),
     constraint queues_order_bounded check (
-        ageing_seconds between 1 and 31536000 and rank between -1000 and 1000 and weight between 0.001 and 1000),
+        ageing_seconds >= 1 and ageing_seconds <= 31536000 and rank between -1000 and 1000 and weight between 0.001 and 1000),
     constraint queues_defaults_bounded check (
         default_max_retries >= 0 and default_timeout_seconds > 0 and default_timeout_seconds <= 3153600000
         and retention_days > 0 and retention_days <= 36500)
