@@ -52,7 +52,7 @@ from (select count(*) filter (where is_alive and not stopping) as alive,
 
 
 -- One row for each queue with a policy, and '*' for the cap over all queues, with the columns in the order of
--- tasklib.statistics.QueuePolicy. No task is read. Permits of a worker that is dead, or that has no row, are forgotten ones: nobody
+-- tasklib.statistics.PolicyReading. No task is read. Permits of a worker that is dead, or that has no row, are forgotten ones: nobody
 -- will give them back. The room of a rate is reckoned as tasklib.grant_starts does, without a lock and without taking any.
 -- name: policies
 select limits.queue, limits.is_paused, limits.cap, held.permits, held.wanted, held.forgotten, limits.breaker,

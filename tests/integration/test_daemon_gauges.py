@@ -16,7 +16,7 @@ from psycopg.conninfo import make_conninfo
 import tasklib
 from tasklib.runtime.metrics import Counts
 from tasklib.runtime.session import Session
-from tasklib.statistics import MOST_COUNTED, QueuePolicy, QueueStatistics, StatisticsStatements
+from tasklib.statistics import MOST_COUNTED, PolicyReading, QueueStatistics, StatisticsStatements
 from tasklib_daemon import gauges
 from tasklib_daemon.gauges import Gauges, of_policies, of_queues
 from tasklib_daemon.metrics import MOST_NAMES
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.support.raw_sql import Conn
 
 EMPTY = QueueStatistics("default", 0, 0, 0, 0, 0, None, None)
-NO_LIMIT = QueuePolicy("mail", False, None, 0, 0, 0, None, None, None)
+NO_LIMIT = PolicyReading("mail", False, None, 0, 0, 0, None, None, None)
 
 
 class Scene:
