@@ -31,6 +31,7 @@
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9c5ff910f150d70dd5489d6fddce4b59
 -- function refuse_old_worker() returns trigger security definer search_path=pg_catalog, pg_temp db071a8593c7e0214b0fa4d6e8e51f85
 -- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp 8d6eb2418bf9c43da6ab8324678f65af
+-- function require_index(index_name text) returns void search_path=pg_catalog, pg_temp 811d4662dbed2707ff1a7c66942501e7
 -- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
 -- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59

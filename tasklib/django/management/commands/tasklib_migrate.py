@@ -37,7 +37,8 @@ class Command(BaseCommand):
         elif options["check"]:
             waiting = migrate.check(settings)
             self.stdout.write(f"schema {settings.schema}: waiting: {waiting}")
-            if waiting.missing or waiting.is_outdated:
+            if waiting.is_incomplete:
                 sys.exit(1)
         else:
-            self.stdout.write(f"schema {settings.schema}: applied: {migrate.migrate(settings, phase=phase)}")
+            applied = migrate.migrate(settings, phase=phase, say=self.stderr.write)
+            self.stdout.write(f"schema {settings.schema}: applied: {applied}")
