@@ -33,8 +33,8 @@ def config(new_database: NewDatabase) -> tasklib.Config:
 
 
 @pytest.fixture
-def change(config: tasklib.Config, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001 - after it
-    """A new migration, which needs the table of tasks for itself."""
+def change(config: tasklib.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migration that came after the schema was made, and needs the table of tasks for itself."""
     known = [*migrate.known_migrations(), CHANGE]
     monkeypatch.setattr(migrate, "known_migrations", lambda: known)
 
