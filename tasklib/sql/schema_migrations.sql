@@ -37,8 +37,8 @@ create table if not exists tasklib.schema_migrations (
 );
 
 
--- A query, not to_regclass: that answers from the backend's cache, which does not hear of a schema that was made
--- while this transaction waited for the lock. Asked before the search_path is set, so that every name has its schema.
+-- A query, not to_regclass: that answers from the backend's cache, which need not have heard of a schema that was
+-- made since this transaction began. Asked before the search_path is set, so that every name has its schema.
 -- name: exists
 select exists (
     select from pg_catalog.pg_class as class

@@ -37,7 +37,7 @@ STATES = (
 BUILT = [("tasks_by_one", True), ("tasks_by_two", True)]
 TRIED = """
 select from pg_stat_activity
- where datname = current_database() and query ~ 'pg_try_advisory_lock' and pid not in (%s, pg_backend_pid())
+ where datname = current_database() and query ~ 'advisory_lock' and pid not in (%s, pg_backend_pid())
 """
 BUILDING = "select pid, phase from pg_stat_progress_create_index where datname = current_database()"
 

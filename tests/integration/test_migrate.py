@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 import pytest
@@ -21,7 +21,7 @@ from tools.schema_snapshot import snapshot
 from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.postgres_versions
 
@@ -55,6 +55,35 @@ def test_first_users_at_once_make_one_schema(
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(first_use, range(8))) == [7] * 8
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_what_another_made_in_between_is_seen(
+    new_database: NewDatabase, direct: Callable[[str], str], isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another migrator has the lock at the first try. At the second it commits when this transaction has begun already,
+    and has not asked for the lock yet. A snapshot from before must not be asked.
+    """
+    url = new_database()
+    with psycopg.connect(direct(url), autocommit=True) as conn:
+        conn.execute(literal(f"alter database {conn.info.dbname} set default_transaction_isolation = '{isolation}'"))
+    preparation = migrate._preparation
+    other = psycopg.connect(direct(url))
+
+    def first_try(schema: str) -> Iterator[LiteralString]:
+        yield from preparation(schema)
+        other.execute("select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0))")
+        monkeypatch.setattr(migrate, "_preparation", second_try)
+
+    def second_try(schema: str) -> Iterator[LiteralString]:
+        yield from preparation(schema)
+        monkeypatch.undo()
+        other.rollback()
+        migrate.migrate(tasklib.Config(url))
+
+    monkeypatch.setattr(migrate, "_preparation", first_try)
+    with other, tasklib.Client(tasklib.Config(url)) as client:
+        assert client.submit_task("a").version == 7
 
 
 def described(url: str) -> str:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.postgres_versions,
     pytest.mark.direct("a lock of the session tells that a worker sleeps"),
-    pytest.mark.skipif(not previous_version.is_available(), reason=previous_version.WHY_NOT),
 ]
 PROGRAM = previous_version.ROOT / "tests/campaigns/big_table_load.py"
 CAP = """select tasklib.set_queue('mail', '{"max_running": 1}')"""
@@ -35,6 +34,8 @@ LIVE = "select worker_id from tasklib.workers where died_at is null and lease_un
 
 @pytest.fixture(scope="module")
 def old_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not previous_version.is_available():
+        pytest.skip(previous_version.WHY_NOT)
     return previous_version.unpack(tmp_path_factory.mktemp("previous"))
 
 
