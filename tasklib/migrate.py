@@ -57,6 +57,7 @@ LOCK_WAIT_SECONDS = 60.0  # for another migrator, or until a table is free
 # that the migration, and never a worker, is ended if two wait for each other.
 TABLE_WAIT_SECONDS = 0.3
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0  # between two tries, while others use the table
+FROZEN_SECONDS = 2.0  # the server ends the transaction of a migrator from which it has not heard for so long
 LOOK_SECONDS = 0.1  # how often it is tried whether another migrator has ended
 
 # Grows with every change of a file in sql/functions; a test compares it with their checksum. A checksum alone has no
@@ -286,8 +287,9 @@ def _apply_once(conn: psycopg.Connection, schema: str, phase: Phase | None) -> D
         if conn.execute(queries("schema_migrations", schema)["try_lock"]).fetchone() != (True,):
             return None
         difference = _applicable(find_difference(conn, schema), phase)
-        for step in steps(difference, schema, _unchanged(conn, schema, difference)):
-            conn.execute(step)
+        unchanged = _unchanged(conn, schema, difference)
+        # All in one message: while tables are locked, nothing waits for this process, which may be slow.
+        conn.execute(_joined(steps(difference, schema, unchanged)))
         return difference
 
 
@@ -329,6 +331,7 @@ def _preparation(schema: str) -> list[LiteralString]:
         "set transaction isolation level read committed",
         _OWN_PATH,
         "set local statement_timeout = 0",
+        _with_literals("set_idle_timeout", schema, f"{FROZEN_SECONDS * 1000:.0f}ms"),
         _with_literals("set_lock_timeout", schema, f"{TABLE_WAIT_SECONDS * 1000:.0f}ms"),
     ]
 
@@ -390,7 +393,11 @@ def script(config: Config, difference: Difference | None = None, *, phase: Phase
         parts += _builds_for_psql(difference, config.schema)
         parts += _transaction(rest, config.schema) if rest.pending else []
     stop = "\\set ON_ERROR_STOP on\n\n" if difference.builds else ""
-    return stop + "\n\n".join(sql.rstrip().rstrip(";") + ";" for sql in parts) + "\n"
+    return stop + _joined(parts)
+
+
+def _joined(parts: Sequence[LiteralString]) -> LiteralString:
+    return "\n\n".join([part.rstrip().rstrip(";") + ";" for part in parts]) + "\n"
 
 
 def _transaction(difference: Difference, schema: str) -> list[LiteralString]:

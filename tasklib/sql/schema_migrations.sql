@@ -6,6 +6,11 @@
 select set_config('lock_timeout', $1, true);
 
 
+-- A migrator that is stopped, or cut off from the server, must not keep tables locked.
+-- name: set_idle_timeout
+select set_config('idle_in_transaction_session_timeout', $1, true);
+
+
 -- One migrator at a time; ends with the transaction, so that no crash can strand it. It is tried and not waited for: a
 -- transaction that waits here would be one for whose end a concurrent index build waits.
 -- name: try_lock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -13,7 +13,7 @@ from tasklib import migrate
 from tools.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.support.raw_sql import Conn, NewDatabase
 
@@ -98,6 +98,23 @@ def test_who_holds_the_table_is_named(
     )
     assert "its query began at 20" in str(refused.value)
     assert "it holds tasks" in str(refused.value)
+    assert str(migrate.check(config)) == "0090_change (pre)"
+
+
+@pytest.mark.usefixtures("change")
+def test_a_frozen_migrator_keeps_no_lock(config: tasklib.Config, conn: Conn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still in its transaction, as one that was stopped or cut off. The server ends the transaction."""
+    monkeypatch.setattr(migrate, "FROZEN_SECONDS", 0.05)
+    joined = migrate._joined
+    sleeping = "select from pg_stat_activity where state = 'idle in transaction' and datname = current_database()"
+
+    def frozen(parts: Sequence[LiteralString]) -> LiteralString:
+        wait_until(lambda: conn.execute(sleeping).fetchone() is None, "the end of the transaction")
+        return joined(parts)
+
+    monkeypatch.setattr(migrate, "_joined", frozen)
+    with pytest.raises(tasklib.DatabaseUnavailable):
+        migrate.migrate(config)
     assert str(migrate.check(config)) == "0090_change (pre)"
 
 
