@@ -70,6 +70,10 @@ select activity.application_name, extract(epoch from clock_timestamp() - lock.wa
   from pg_locks as lock join pg_stat_activity as activity using (pid)
  where not lock.granted and lock.waitstart is not null and lock.locktype not in ('virtualxid', 'advisory')
 """
+WAITS_FOR_TABLE = """
+select from pg_locks
+ where not granted and mode = 'AccessExclusiveLock' and relation = 'tasklib.tasks'::regclass
+"""
 BUILDING = "select pid, phase, blocks_done from pg_stat_progress_create_index where datname = current_database()"
 VALID = "select indisvalid from pg_index where indexrelid = to_regclass('tasklib.tasks_campaign')"
 
@@ -156,11 +160,13 @@ def open_transaction(url: str) -> Iterator[psycopg.Connection]:
 
 
 def kill_in_the_transaction(url: str) -> None:
-    """While a user's transaction keeps the migration from the table: it is surely not done yet."""
-    with open_transaction(url) as conn:
+    """While it waits for the table, which a user's transaction holds: between two tries it has no transaction."""
+    with open_transaction(url) as conn, psycopg.connect(url, autocommit=True) as looking:
         racer = start_racer(url, INDEX)
         send_off(racer)
-        time.sleep(1.0)  # it has tried, and tries again
+        while looking.execute(WAITS_FOR_TABLE).fetchone() is None:
+            assert racer.poll() is None, "the migrator did not wait for the user's transaction"
+            time.sleep(0.002)
         racer.kill()
         finish(racer)
         conn.commit()
