@@ -22,6 +22,7 @@ Long campaigns (--help lists the options of each)
   exactly-once      cut connections around COMMIT while workers are killed and frozen
   hostile-role      let a database role that may create objects in public attack the others
   migrators         run 20 migrations at once, then kill 50 of them half way
+  big-table         migrate ten million tasks while the version before works, and see who waits how long
 
 Measurements
   bench             measure throughput and latency beside other queues and plain SQL (--quick: one minute)
@@ -104,6 +105,7 @@ def main(arguments: list[str]) -> int:
         "pythons": lambda options: run_python("-m", "tools.pythons", *options),
         "mutants": lambda options: run_python("tools/mutants.py", *options),
         "migrators": lambda options: run_python("tests/campaigns/migrators.py", *options),
+        "big-table": lambda options: run_python("tests/campaigns/big_table.py", *options),
         "exactly-once": lambda options: run_python("tests/campaigns/exactly_once.py", *options),
         "hostile-role": lambda options: run_python("tests/campaigns/hostile_role.py", *options),
         "soak": soak,

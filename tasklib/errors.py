@@ -139,7 +139,7 @@ class SchemaTooNew(SchemaError):
 
 
 class SchemaBusy(SchemaError):
-    """Another migration is under way: try again later."""
+    """Another migration runs, or a table that the migration changes is in use: try again later."""
 
 
 class SchemaChanged(SchemaError):

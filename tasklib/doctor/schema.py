@@ -109,6 +109,9 @@ def check_schema(probe: Probe, _thresholds: Thresholds) -> Iterator[Finding]:
             "tasklib migrate, when no process of the version before is left",
         )
         return
+    if {each.migration.version for each in difference.builds} - {version for version, *_ in applied}:
+        yield note(f"an upgrade is not finished; waiting: {difference}", "tasklib migrate")
+        return
     version, name = max((version, name) for version, name, *_ in applied)
     yield ok(f"at {version:04}_{name}, as tasklib made it")
     if version == max(migration.version for migration in migrate.known_migrations()):

@@ -6,7 +6,18 @@
 select set_config('lock_timeout', $1, true);
 
 
--- One migrator at a time. The lock ends with the transaction, so that a crash cannot leave it behind.
+-- A migrator that is stopped, or cut off from the server, must not keep tables locked.
+-- name: set_idle_timeout
+select set_config('idle_in_transaction_session_timeout', $1, true);
+
+
+-- One migrator at a time. The lock ends with the transaction, so that a crash cannot leave it behind. It is tried and not waited
+-- for: a transaction that waits here would be one for whose end a concurrent index build waits.
+-- name: try_lock
+select pg_try_advisory_xact_lock(hashtextextended('tasklib.migrate', 0));
+
+
+-- For psql, which has no loop.
 -- name: lock
 select pg_advisory_xact_lock(hashtextextended('tasklib.migrate', 0));
 
@@ -32,7 +43,7 @@ create table if not exists tasklib.schema_migrations (
 
 
 -- This is a query and not to_regclass, which answers from the backend's cache: the cache does not know of a schema that was
--- created while this transaction waited for the lock. Every name has its schema, because the search_path is not set yet.
+-- created since this transaction began. Every name has its schema, because the search_path is not set yet.
 -- name: exists
 select exists (
     select from pg_catalog.pg_class as class
@@ -43,6 +54,34 @@ select exists (
 -- Runs before the search_path is set, like `exists`.
 -- name: applied
 select version, name, phase, checksum, revision from tasklib.schema_migrations order by version;
+
+
+-- The indexes in the schema, and whether they are of use. An index that is being built is invalid until its end.
+-- name: indexes
+select index.relname::text, pg_index.indisvalid and pg_index.indisready
+  from pg_catalog.pg_index
+  join pg_catalog.pg_class as index on index.oid operator(pg_catalog.=) pg_index.indexrelid
+  join pg_catalog.pg_namespace as namespace on namespace.oid operator(pg_catalog.=) index.relnamespace
+ where namespace.nspname operator(pg_catalog.=) $1;
+
+
+-- Who held a table of the schema for the whole time that a migration waited for it. Other roles' times are hidden from a role
+-- without pg_read_all_stats, and a prepared transaction has no process.
+-- name: blockers
+select lock.pid, activity.usename::text, activity.application_name, activity.state,
+       extract(epoch from clock_timestamp() - activity.xact_start)::double precision,
+       date_trunc('second', activity.query_start)::text,
+       string_agg(distinct class.relname::text, ', ' order by class.relname::text)
+  from pg_locks as lock
+  join pg_class as class on class.oid = lock.relation and class.relkind in ('r', 'v')
+  join pg_namespace as namespace on namespace.oid = class.relnamespace and namespace.nspname = $1
+  left join pg_stat_activity as activity on activity.pid = lock.pid
+ where lock.granted and lock.pid is distinct from pg_backend_pid()
+   and lock.database = (select oid from pg_database where datname = current_database())
+   and coalesce(activity.xact_start < clock_timestamp() - interval $2, true)
+ group by lock.pid, activity.usename, activity.application_name, activity.state, activity.xact_start, activity.query_start
+ order by activity.xact_start nulls last
+ limit 3;
 
 
 -- name: record

@@ -17,20 +17,24 @@ import psycopg
 import tasklib
 from tasklib import embedded, migrate
 
-# Connected and at the start line before the word is given, so that a kill lands inside the migration.
+# Connected and at the start line before the word is given, so that a kill lands inside the migration. With indexes of
+# its own, if it is given their SQL.
 _RACER = """
 import sys, tasklib
 from tasklib import migrate
-config = tasklib.Config(sys.argv[1])
+config, known = tasklib.Config(sys.argv[1]), migrate.known_migrations()
+indexes = [migrate.Migration(90, "indexes", "index", sql) for sql in sys.argv[2:]]
+migrate.known_migrations = lambda: [*known, *indexes]
 with migrate._connect(config) as conn:
     print("ready", flush=True)
     sys.stdin.readline()
-    migrate.apply(conn, config.schema)
+    if migrate.apply(conn, config.schema).builds:
+        migrate.build(conn, config.schema)
 """
 
 
-def start_racer(url: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _RACER, url]
+def start_racer(url: str, *indexes: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _RACER, url, *indexes]
     racer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert racer.stdout is not None
     assert racer.stdout.readline() == "ready\n"
@@ -48,9 +52,9 @@ def finish(racer: subprocess.Popen[str]) -> int:
     return racer.returncode
 
 
-def race(url: str, count: int) -> list[int]:
-    """All of them at the same moment, on an empty database."""
-    racers = [start_racer(url) for _ in range(count)]
+def race(url: str, count: int, *indexes: str) -> list[int]:
+    """All of them at the same moment."""
+    racers = [start_racer(url, *indexes) for _ in range(count)]
     for racer in racers:
         send_off(racer)
     return [finish(racer) for racer in racers]

