@@ -47,7 +47,9 @@ class LimitedQueue(QueueLimit):
     def pop_excess(self, average_seconds: float | None) -> list[Execution]:
         """The last ones, which would have been the last to start."""
         excess = self.excess(time.monotonic(), average_seconds) if self.waiting else 0
-        popped = [lane.pop() for lane in self.lanes.values() for _ in range(min(excess, len(lane)))][:excess]
+        popped: list[Execution] = []
+        for lane in self.lanes.values():
+            popped += [lane.pop() for _ in range(min(excess - len(popped), len(lane)))]
         self.waiting -= len(popped)
         return popped
 
