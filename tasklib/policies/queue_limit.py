@@ -35,7 +35,7 @@ class QueueLimit:
         self.slots = slots  # of the worker
         self.is_paused = False
         self.executing = 0
-        self.waiting = 0  # in the buffer
+        self.waiting = 0  # in the buffer, also those that have to be prepared first
         self.own = 0  # the most that may execute
         self.held = 0  # permits, by the last answer; more than `own` while too many execute
         self.may_have_more = False  # tasks are ready in the queue

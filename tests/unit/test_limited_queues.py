@@ -51,3 +51,28 @@ def test_what_exceeds_a_limit_goes_back_and_nothing_else() -> None:
     left = [each for lane in limit.lanes.values() for each in lane]
     assert {*back, *left} == {*given}
     assert limit.waiting == len(left) == 2
+
+
+def test_a_task_that_has_to_be_prepared_waits_for_its_limit_too() -> None:
+    """Otherwise its worker would ask for no permit, and hold it for ever."""
+    buffer, limit = capped()
+    once = execution(on_crash="fail")
+    buffer.add([once])
+    assert limit.waiting == 1
+    limit.own = 1
+    assert buffer.next_to_prepare() is once
+    assert (limit.waiting, limit.executing) == (0, 1)
+    assert buffer.postpone(once, 0.1)
+    assert (limit.waiting, limit.executing) == (1, 0)
+    buffer.set_policies({"mail": QueuePolicy("mail", has_cap=True, rank=1)})
+    assert limit.waiting == 1
+
+
+def test_a_task_that_has_to_be_prepared_goes_back_when_its_queue_is_paused() -> None:
+    buffer, limit = capped(own=5)
+    once, suspect, other = execution(on_crash="fail"), execution(suspect=True), execution()
+    buffer.add([once, suspect, other])
+    limit.is_paused = True
+    assert {*buffer.pop_overdue()} == {once, suspect, other}
+    assert limit.waiting == 0
+    assert not buffer.has_unprepared()
