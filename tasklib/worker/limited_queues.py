@@ -85,6 +85,8 @@ class LimitedQueues:
         for queue, limit in limits.items():
             limit.policy = policies[queue]
             limit.clear()
+            if not limit.policy.has_cap:
+                limit.own = limit.held = 0
         self.cluster = limits.pop(ALL_QUEUES, None)
         self.by_queue = limits
         self._count(executing)

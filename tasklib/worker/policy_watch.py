@@ -39,6 +39,7 @@ class PolicyWatch:
         self.policies = Policies(version=-1)
         self._read_at = -math.inf  # when the version was last known
         self._report_at = -math.inf
+        self._uncapped: set[str] = set()  # queues whose cap has gone while this worker had permits
 
     # --- the policies ---
 
@@ -46,6 +47,9 @@ class PolicyWatch:
         """In each round of the claim loop."""
         if time.monotonic() >= self._read_at + READ_EVERY_SECONDS and self._is_to_be_known():
             self.note_version(self._session.run(self._statements.version()))
+        if self._uncapped:
+            self._session.run(self._statements.give_back(self._lease.worker_id, sorted(self._uncapped)))
+            self._uncapped.clear()
         if self._limits:
             self._note_pauses()
             self._ask_for_all()
@@ -70,7 +74,11 @@ class PolicyWatch:
     def _read(self) -> None:
         self.policies = self._session.run(self._statements.policies())
         self._served.set_policies(self.policies)
+        with self._buffer.lock:
+            self._uncapped.update(limit.policy.queue for limit in self._limits.all() if limit.held)
         self._buffer.set_policies(self.policies.limited())
+        with self._buffer.lock:
+            self._uncapped.difference_update(limit.policy.queue for limit in self._limits.all() if limit.held)
         self._note_pauses()
         self._buffer.wake_runners()
 
@@ -169,6 +177,7 @@ class PolicyWatch:
             self._ask_for_grants(limit, wanted)
 
     def _ask_for_permits(self, limit: LimitedQueue, question: PermitQuestion) -> None:
+        self._uncapped.discard(limit.policy.queue)  # the answer says how many it has from now on
         answer = self._session.run(
             self._statements.permit(limit.policy.queue, self._lease.worker_id, question.wants, question.keeps)
         )
