@@ -39,6 +39,7 @@ class PolicyWatch:
         self.policies = Policies(version=-1)
         self._read_at = -math.inf  # when the version was last known
         self._report_at = -math.inf
+        self._known_as = lease.worker_id
         self._uncapped: set[str] = set()  # queues whose cap has gone while this worker had permits
 
     # --- the policies ---
@@ -81,6 +82,18 @@ class PolicyWatch:
             self._uncapped.difference_update(limit.policy.queue for limit in self._limits.all() if limit.held)
         self._note_pauses()
         self._buffer.wake_runners()
+
+    def note_worker_id(self) -> None:
+        """Called by the lease loop. A worker that was taken for dead goes on under another id. Its permits are others'
+        by now, so nothing starts before it has got new ones.
+        """
+        if self._lease.worker_id == self._known_as:
+            return
+        self._known_as = self._lease.worker_id
+        with self._buffer.lock:
+            for limit in self._limits.all():
+                limit.own = limit.held = 0
+                limit.ask_at = -math.inf
 
     def _note_pauses(self) -> None:
         """A pause may end by itself."""
@@ -178,11 +191,14 @@ class PolicyWatch:
 
     def _ask_for_permits(self, limit: LimitedQueue, question: PermitQuestion) -> None:
         self._uncapped.discard(limit.policy.queue)  # the answer says how many it has from now on
+        worker_id = self._lease.worker_id
         answer = self._session.run(
-            self._statements.permit(limit.policy.queue, self._lease.worker_id, question.wants, question.keeps)
+            self._statements.permit(limit.policy.queue, worker_id, question.wants, question.keeps)
         )
         now = time.monotonic()
         with self._buffer.lock:
+            if worker_id != self._lease.worker_id:
+                return
             if answer.permits is None or answer.target is None:  # the cap is gone: the policies will say so, too
                 limit.own, limit.held = 0, 0
                 limit.ask_at = now + READ_EVERY_SECONDS

@@ -120,7 +120,7 @@ def test_tasks_that_wait_for_permits_run_when_the_policy_is_deleted(
 def test_a_task_that_must_not_run_twice_gets_its_permit(
     client: tasklib.Client, config: tasklib.Config, conn: Conn, meter: Meter
 ) -> None:
-    """It is marked before it starts. In a queue with a cap, a rate or both, several wait at once, and no others come."""
+    """It is marked before it starts. In a queue with a cap or a rate, several wait at once, and no others come."""
 
     @tasklib.task(on_crash="fail")
     def job(n: int) -> None:
@@ -255,6 +255,49 @@ def test_a_worker_that_stops_leaves_no_permits(
     with running(config, concurrency=2):
         for task_id in ids:
             assert wait_final(client, task_id).state == "completed"
+
+
+def test_a_worker_that_was_fenced_asks_for_permits_anew(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, meter: Meter
+) -> None:
+    """It goes on under another name. What it was given under the old one is others' by then."""
+
+    @tasklib.task
+    def job(n: int) -> None:
+        with meter.inside():
+            meter.release.wait(30)
+
+    set_queue(conn, '{"max_running": 2}')
+    quick = tasklib.Config(config.database_url, lease_seconds=0.6)
+    with running(quick, concurrency=2) as worker:
+        client.submit_many([job.new(n) for n in range(2)])
+        wait_until(lambda: meter.now == 2, "two to run")
+        assert worker._run is not None
+        before = worker._run.lease.worker_id
+        limit = limit_of(worker)
+        # Taken for dead, recovered and forgotten, all before the worker knows; another worker takes what is free.
+        with worker._run.buffer.lock:
+            conn.execute("delete from tasklib.claims")
+            conn.execute("update tasklib.workers set died_at = clock_timestamp(), lease_until = clock_timestamp()")
+            conn.execute("select tasklib.forget_permits()")
+            conn.execute(
+                "insert into tasklib.permits (queue, worker_id, permits, wanted) values ('default', 'b', 2, 2)"
+            )
+            conn.execute(
+                "insert into tasklib.claims (worker_id, locked_until, task_ids) values ('b', 'infinity', '{}')"
+            )
+        wait_until(lambda: worker._run is not None and worker._run.lease.worker_id != before, "another name")
+        wait_until(lambda: worker._run is not None and worker._run.lease.is_valid(), "its lease")
+        assert limit.own == 0
+        meter.release.set()
+        wait_until(lambda: limit.executing == 0, "its tasks to end")
+        client.submit_many([job.new(n) for n in range(2)])
+        time.sleep(HELD_SECONDS)
+        assert (limit.own, meter.begun) == (0, 2)
+        conn.execute("delete from tasklib.permits where worker_id = 'b'")
+        conn.execute("delete from tasklib.claims where worker_id = 'b'")
+        conn.execute("update tasklib.queues set changed_at = clock_timestamp()")  # rings
+        wait_until(lambda: meter.begun >= 4, "the others to run")
 
 
 # --- tests of applications ---
