@@ -132,6 +132,13 @@ class PolicyWatch:
             self._open_poor(poor, most)
         return [queue for queue in possible if queue not in poor or poor[queue].has_budget(time.monotonic())]
 
+    def closed(self) -> list[str]:
+        """The queues of which nothing can start now."""
+        now = time.monotonic()
+        with self._buffer.lock:
+            limits = self._limits.by_queue.items()
+            return [queue for queue, limit in limits if limit.is_closed(now) or not limit.most_executing()]
+
     def _open_poor(self, poor: Mapping[str, LimitedQueue], most: int) -> None:
         seen = self._session.run(self._statements.seen([*poor], self._served.names(), most)) if most else {}
         for queue, limit in poor.items():

@@ -152,6 +152,34 @@ def test_a_task_that_must_not_run_twice_goes_back_at_a_pause(
         wait_until(lambda: count(conn, "state = 'pending' and attempt = 0") == 3, "the others to go back")
 
 
+@pytest.mark.parametrize("policy", ["paused", '{"max_running": 0}'])
+def test_a_suspect_of_a_closed_queue_holds_nobody_up(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, policy: str, meter: Meter
+) -> None:
+    """It would have the worker for itself, and may not start. It is not even claimed."""
+
+    @tasklib.task
+    def job(n: int) -> None:
+        with meter.inside():
+            pass
+
+    suspect = client.submit_task(job, 0, queue="mail")
+    make_suspect(conn)
+    if policy == "paused":
+        conn.execute("select tasklib.pause_queue('mail')")
+    else:
+        set_queue(conn, policy, "mail")
+    with running(config, concurrency=2):
+        for n in range(10):
+            assert wait_final(client, client.submit_task(job, n), seconds=5).state == "completed"
+        time.sleep(HELD_SECONDS)
+        row = conn.execute("select state, fencing_token from tasklib.tasks where id = %s", [suspect]).fetchone()
+        assert row == ("pending", 0)
+        conn.execute("select tasklib.resume_queue('mail')")
+        set_queue(conn, '{"max_running": 1}', "mail")
+        assert wait_final(client, suspect).state == "completed"
+
+
 # --- the database is slow, away, or locked ---
 
 
