@@ -12,7 +12,8 @@ import pytest
 import tasklib
 from tests.integration.test_policies import Meter, count, knows_policies, set_queue
 from tests.support.proxy import CuttingProxy
-from tests.support.working import running, wait_final
+from tests.support.raw_sql import literal
+from tests.support.working import get, running, wait_final
 from tools.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -329,3 +330,35 @@ def test_a_worker_that_was_fenced_asks_for_permits_anew(
 
 
 # --- tests of applications ---
+
+
+@pytest.mark.parametrize("policy", ["pause", "cap", "cluster", "rate"])
+def test_run_until_empty_ends_although_tasks_wait_for_a_policy(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, meter: Meter, policy: str
+) -> None:
+    @tasklib.task
+    def job(n: int) -> None:
+        with meter.inside():
+            pass
+
+    statements = {
+        "pause": "select tasklib.pause_queue('mail')",
+        "cap": "select tasklib.set_queue('mail', '{\"max_running\": 0}')",
+        "cluster": "select tasklib.set_cluster('{\"cluster_wide_cap\": 0}')",
+        "rate": "select tasklib.set_queue('mail', '{\"rate_limit\": 1, \"rate_seconds\": 3600}')",
+    }
+    conn.execute(literal(statements[policy]))
+    waiting = [client.submit_task(job, n, queue="mail") for n in range(3)]
+    other = client.submit_task(job, 0)
+    ended = threading.Event()
+
+    def run() -> None:
+        tasklib.TaskWorker(config, concurrency=2).run_until_empty_sync()
+        ended.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ended.wait(10), "it waits for tasks that may not run"
+    expected = {"pause": 0, "cap": 0, "cluster": 0, "rate": 1}[policy]
+    assert sum(get(client, each).state == "completed" for each in waiting) == expected
+    assert get(client, other).state == ("pending" if policy == "cluster" else "completed")
