@@ -68,9 +68,9 @@ class PolicyWatch:
             if now < self._read_at + READ_EVERY_SECONDS:
                 return
             version = self._session.run(self._statements.version())
-        self._read_at = now if since is None else since
         if version != self.policies.version:
             self._read()
+        self._read_at = now if since is None else since
 
     def _read(self) -> None:
         self.policies = self._session.run(self._statements.policies())
@@ -166,15 +166,18 @@ class PolicyWatch:
                 limit.hear_ring()
 
     def seconds_left(self) -> float:
-        """Until the next question."""
+        """Until the next question, or the next read of the policies: tasks that wait start without the claim loop."""
+        now = time.monotonic()
+        is_waiting = self._buffer.counts()[0] > 0
+        next_read = max(self._read_at + READ_EVERY_SECONDS - now, 0.0) if is_waiting else math.inf
         if not self._limits:
-            return math.inf
-        now, epoch = time.monotonic(), self._clock.now().timestamp()
+            return next_read
+        epoch = self._clock.now().timestamp()
         with self._buffer.lock:
-            waits = [limit.seconds_left(now) for limit in self._limits.all()]
+            waits = [next_read, *(limit.seconds_left(now) for limit in self._limits.all())]
             ends = (limit.policy.paused_until for limit in self._limits.all() if limit.is_paused)
             waits += [max(until - epoch, 0.001) for until in ends if until is not None]
-        return min(waits, default=math.inf)
+        return min(waits)
 
     # --- permits and grants ---
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import psycopg
 import pytest
 
 import tasklib
+from tasklib.worker.policy_watch import READ_EVERY_SECONDS
 from tests.integration.test_policies import Meter, count, knows_policies, set_queue
 from tests.support.proxy import CuttingProxy
 from tests.support.raw_sql import literal
@@ -260,6 +262,31 @@ def test_nothing_starts_by_a_policy_that_could_not_be_read_again(
             time.sleep(1.0)
             assert meter.begun == begun
             conn.execute("select tasklib.resume_queue('default')")
+
+
+def test_a_worker_with_waiting_tasks_reads_the_policies_in_time(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, meter: Meter
+) -> None:
+    """They start without the claim loop, which may sleep meanwhile. If the read fails, it is not put off."""
+
+    @tasklib.task
+    def job(n: int) -> None:
+        with meter.inside():
+            meter.release.wait(30)
+
+    with running(config, concurrency=1, buffer_size=5) as worker:
+        client.submit_many([job.new(n) for n in range(4)])
+        wait_until(lambda: meter.now == 1, "one to run")
+        assert worker._run is not None
+        watch = worker._run.policies
+        wait_until(lambda: worker._run is not None and worker._run.buffer.counts()[0] == 3, "three to wait")
+        assert watch.seconds_left() <= READ_EVERY_SECONDS
+        meter.release.set()
+    last_read, watch._session = watch._read_at, mock.Mock()
+    watch._session.run.side_effect = psycopg.OperationalError("cut")
+    with pytest.raises(psycopg.OperationalError):
+        watch.note_version(watch.policies.version + 1)
+    assert watch._read_at == last_read
 
 
 # --- workers that stop, or are taken for dead ---
