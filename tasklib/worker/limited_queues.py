@@ -4,6 +4,7 @@ a grant keeps no other task waiting. The buffer's lock guards all of it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,7 @@ class LimitedQueues:
         }
         for queue, limit in limits.items():
             limit.policy = policies[queue]
+            limit.blocked_until = limit.ask_at = -math.inf
             limit.clear()
             if not limit.policy.has_cap:
                 limit.own = limit.held = 0

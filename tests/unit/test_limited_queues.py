@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -76,3 +77,12 @@ def test_a_task_that_has_to_be_prepared_goes_back_when_its_queue_is_paused() -> 
     assert {*buffer.pop_overdue()} == {once, suspect, other}
     assert limit.waiting == 0
     assert not buffer.has_unprepared()
+
+
+def test_a_changed_policy_is_acted_upon_at_once() -> None:
+    """A worker that was told to wait for an hour need not hear a notification: it may have been lost."""
+    buffer, limit = buffer_with(QueuePolicy("mail", starts_per_second=0.001))
+    limit.blocked_until = limit.ask_at = math.inf
+    buffer.set_policies({"mail": QueuePolicy("mail", starts_per_second=1000.0)})
+    assert not limit.is_closed(0.0)
+    assert limit.ask_at < 0
