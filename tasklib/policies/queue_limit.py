@@ -35,7 +35,7 @@ class QueueLimit:
         self.slots = slots  # of the worker
         self.is_paused = False
         self.executing = 0
-        self.waiting = 0  # in the buffer
+        self.waiting = 0  # in the buffer, also those that have to be prepared first
         self.own = 0  # the most that may execute
         self.held = 0  # permits, by the last answer; more than `own` while too many execute
         self.may_have_more = False  # tasks are ready in the queue
@@ -135,6 +135,7 @@ class QueueLimit:
         if not self._is_to_ask(now, wants):
             return None
         self.own = min(self.own, wants)
+        self.held = max(self.held, wants)  # until the answer comes: it may be lost, and then it is asked for again
         return PermitQuestion(wants, max(self.executing, self.own))
 
     def _is_to_ask(self, now: float, wants: int) -> bool:
@@ -193,9 +194,10 @@ class QueueLimit:
         return max(min(self.waiting + seen, max(startable, quick)) - self.grants, 0)
 
     def note_grants(self, sent_at: float, wanted: int, granted: int, next_seconds: float | None, now: float) -> None:
-        self.grants += granted
+        until = sent_at + GRANT_SECONDS
         if granted:
-            self.grants_until = sent_at + GRANT_SECONDS
+            self.grants_until = min(self.grants_until, until) if self.grants else until
+        self.grants += granted
         if granted < wanted:
             self.blocked_until = now + (next_seconds or 0.0)
 

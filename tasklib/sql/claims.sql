@@ -140,7 +140,8 @@ select :claimed_columns, queue::text, case when not is_last then reached::text e
 from known left join (taken cross join noted) on true;
 
 
--- Takes suspects from all queues that the worker serves ($2; null: all). Suspects have a small index of their own, because a
+-- Takes suspects from all queues that the worker serves ($2; null: all), apart from those that are paused or leave it no permit
+-- ($7): it would hold them for nothing, and hold up what it runs beside them. Suspects have a small index of their own, because a
 -- busy worker looks for them four times a second, and because ordinary claims begin at a floor and would miss them.
 -- They come without their arguments (most_bytes is 0), which the worker fetches when it starts one: suspects are few.
 -- name: claim_suspects
@@ -155,6 +156,7 @@ with taken as (
           where ready and suspect and name in (select unnest($3::text[]))
             and ($2::text[] is null or queue = any($2::text[]))
             and (expires_at is null or expires_at > clock_timestamp()) and id <> all($6::uuid[])
+            and queue <> all($7::text[])
           order by priority desc, created_at, id
           limit $4::integer
           for update skip locked))

@@ -57,5 +57,10 @@ select from tasklib.pause_queue($1::text, $2::text, to_timestamp($3::double prec
 delete from tasklib.permits where worker_id = $1::text;
 
 
+-- The permits of a worker for queues that have no cap any more. If one is set again, they would count.
+-- name: give_back
+delete from tasklib.permits where worker_id = $1::text and queue = any($2::text[]);
+
+
 -- name: forget
 select tasklib.forget_permits();

@@ -203,11 +203,13 @@ class ClaimStatements:
         names: Sequence[str],
         limit: int,
         aside: Iterable[UUID] = (),
+        *,
+        apart_from: Iterable[str] = (),
     ) -> Statement[MixedClaim]:
         """From these queues; None: from all. They come without their arguments."""
         served = None if queues is None else list(queues)
         return self._mixed_claim(
-            "claim_suspects", worker_id, served, list(names), limit, self._lock_seconds, _texts(aside)
+            "claim_suspects", worker_id, served, list(names), limit, self._lock_seconds, _texts(aside), list(apart_from)
         )
 
     def _mixed_claim(self, query: str, worker_id: str, *further: Any) -> Statement[MixedClaim]:

@@ -61,6 +61,9 @@ class PolicyStatements:
     def give_up(self, worker_id: str) -> Statement[None]:
         return Statement(self._sql["give_up"], (worker_id,), read_nothing)
 
+    def give_back(self, worker_id: str, queues: Sequence[str]) -> Statement[None]:
+        return Statement(self._sql["give_back"], (worker_id, list(queues)), read_nothing)
+
     def forget(self) -> Statement[None]:
         return Statement(self._sql["forget"], (), read_nothing)
 

@@ -201,7 +201,7 @@ class Buffer:
         alone, or for tasks that take longer than those by which the buffer's size was chosen.
         """
         with self.lock:
-            if self.limits and (excess := self.limits.pop_excess(self._size.average_seconds)):
+            if self.limits and (excess := self.limits.pop_excess(self._size.average_seconds, self._unprepared)):
                 return excess
             if not self._waiting_count():
                 return []

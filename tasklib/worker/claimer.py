@@ -133,6 +133,8 @@ class Claimer:
             self.is_drained = is_empty and self.claimed == claimed
             if not is_empty:
                 self.expects_more = True
+        elif is_empty:
+            self.is_drained = True  # as far as the cap over all queues lets it
         self._sleep.note_look(found_nothing=is_empty and self.claimed == before)
         return is_empty
 

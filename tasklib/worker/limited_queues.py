@@ -4,6 +4,7 @@ a grant keeps no other task waiting. The buffer's lock guards all of it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from tasklib.policies.queue_policy import QueuePolicy
     from tasklib.worker.execution import Execution
+    from tasklib.worker.unprepared import Unprepared
 
 
 class LimitedQueue(QueueLimit):
@@ -35,6 +37,10 @@ class LimitedQueue(QueueLimit):
         self.waiting -= len(taken)
         return taken
 
+    def ready_to_start(self) -> int:
+        """How many wait in the lanes: all that wait, but for those that have to be prepared."""
+        return len(self.lanes[False]) + len(self.lanes[True])
+
     def clear(self) -> None:
         for lane in self.lanes.values():
             lane.clear()
@@ -44,11 +50,16 @@ class LimitedQueue(QueueLimit):
         self.lanes[execution.is_coroutine].remove(execution)
         self.waiting -= 1
 
-    def pop_excess(self, average_seconds: float | None) -> list[Execution]:
+    def pop_excess(self, average_seconds: float | None, unprepared: Unprepared) -> list[Execution]:
         """The last ones, which would have been the last to start."""
         excess = self.excess(time.monotonic(), average_seconds) if self.waiting else 0
-        popped = [lane.pop() for lane in self.lanes.values() for _ in range(min(excess, len(lane)))][:excess]
-        self.waiting -= len(popped)
+        popped = unprepared.last_of(self, max(excess - self.ready_to_start(), 0))
+        for each in popped:
+            unprepared.remove(each)
+        for lane in self.lanes.values():
+            from_lane = [lane.pop() for _ in range(min(excess - len(popped), len(lane)))]
+            self.waiting -= len(from_lane)
+            popped += from_lane
         return popped
 
 
@@ -74,7 +85,10 @@ class LimitedQueues:
         }
         for queue, limit in limits.items():
             limit.policy = policies[queue]
+            limit.blocked_until = limit.ask_at = -math.inf
             limit.clear()
+            if not limit.policy.has_cap:
+                limit.own = limit.held = 0
         self.cluster = limits.pop(ALL_QUEUES, None)
         self.by_queue = limits
         self._count(executing)
@@ -144,8 +158,8 @@ class LimitedQueues:
             for each in self.by_queue.values()
         )
 
-    def pop_excess(self, average_seconds: float | None) -> list[Execution]:
-        return [popped for each in self.by_queue.values() for popped in each.pop_excess(average_seconds)]
+    def pop_excess(self, average_seconds: float | None, unprepared: Unprepared) -> list[Execution]:
+        return [popped for each in self.by_queue.values() for popped in each.pop_excess(average_seconds, unprepared)]
 
     def waiting(self) -> list[Execution]:
         return [each for limit in self.by_queue.values() for lane in limit.lanes.values() for each in lane]

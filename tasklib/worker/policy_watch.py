@@ -39,6 +39,8 @@ class PolicyWatch:
         self.policies = Policies(version=-1)
         self._read_at = -math.inf  # when the version was last known
         self._report_at = -math.inf
+        self._known_as = lease.worker_id
+        self._uncapped: set[str] = set()  # queues whose cap has gone while this worker had permits
 
     # --- the policies ---
 
@@ -46,6 +48,9 @@ class PolicyWatch:
         """In each round of the claim loop."""
         if time.monotonic() >= self._read_at + READ_EVERY_SECONDS and self._is_to_be_known():
             self.note_version(self._session.run(self._statements.version()))
+        if self._uncapped:
+            self._session.run(self._statements.give_back(self._lease.worker_id, sorted(self._uncapped)))
+            self._uncapped.clear()
         if self._limits:
             self._note_pauses()
             self._ask_for_all()
@@ -63,16 +68,32 @@ class PolicyWatch:
             if now < self._read_at + READ_EVERY_SECONDS:
                 return
             version = self._session.run(self._statements.version())
-        self._read_at = now if since is None else since
         if version != self.policies.version:
             self._read()
+        self._read_at = now if since is None else since
 
     def _read(self) -> None:
         self.policies = self._session.run(self._statements.policies())
         self._served.set_policies(self.policies)
+        with self._buffer.lock:
+            self._uncapped.update(limit.policy.queue for limit in self._limits.all() if limit.held)
         self._buffer.set_policies(self.policies.limited())
+        with self._buffer.lock:
+            self._uncapped.difference_update(limit.policy.queue for limit in self._limits.all() if limit.held)
         self._note_pauses()
         self._buffer.wake_runners()
+
+    def note_worker_id(self) -> None:
+        """Called by the lease loop. A worker that was taken for dead goes on under another id. Its permits are others'
+        by now, so nothing starts before it has got new ones.
+        """
+        if self._lease.worker_id == self._known_as:
+            return
+        self._known_as = self._lease.worker_id
+        with self._buffer.lock:
+            for limit in self._limits.all():
+                limit.own = limit.held = 0
+                limit.ask_at = -math.inf
 
     def _note_pauses(self) -> None:
         """A pause may end by itself."""
@@ -111,6 +132,13 @@ class PolicyWatch:
             self._open_poor(poor, most)
         return [queue for queue in possible if queue not in poor or poor[queue].has_budget(time.monotonic())]
 
+    def closed(self) -> list[str]:
+        """The queues of which nothing can start now."""
+        now = time.monotonic()
+        with self._buffer.lock:
+            limits = self._limits.by_queue.items()
+            return [queue for queue, limit in limits if limit.is_closed(now) or not limit.most_executing()]
+
     def _open_poor(self, poor: Mapping[str, LimitedQueue], most: int) -> None:
         seen = self._session.run(self._statements.seen([*poor], self._served.names(), most)) if most else {}
         for queue, limit in poor.items():
@@ -138,15 +166,18 @@ class PolicyWatch:
                 limit.hear_ring()
 
     def seconds_left(self) -> float:
-        """Until the next question."""
+        """Until the next question, or the next read of the policies: tasks that wait start without the claim loop."""
+        now = time.monotonic()
+        is_waiting = self._buffer.counts()[0] > 0
+        next_read = max(self._read_at + READ_EVERY_SECONDS - now, 0.0) if is_waiting else math.inf
         if not self._limits:
-            return math.inf
-        now, epoch = time.monotonic(), self._clock.now().timestamp()
+            return next_read
+        epoch = self._clock.now().timestamp()
         with self._buffer.lock:
-            waits = [limit.seconds_left(now) for limit in self._limits.all()]
+            waits = [next_read, *(limit.seconds_left(now) for limit in self._limits.all())]
             ends = (limit.policy.paused_until for limit in self._limits.all() if limit.is_paused)
             waits += [max(until - epoch, 0.001) for until in ends if until is not None]
-        return min(waits, default=math.inf)
+        return min(waits)
 
     # --- permits and grants ---
 
@@ -169,11 +200,15 @@ class PolicyWatch:
             self._ask_for_grants(limit, wanted)
 
     def _ask_for_permits(self, limit: LimitedQueue, question: PermitQuestion) -> None:
+        self._uncapped.discard(limit.policy.queue)  # the answer says how many it has from now on
+        worker_id = self._lease.worker_id
         answer = self._session.run(
-            self._statements.permit(limit.policy.queue, self._lease.worker_id, question.wants, question.keeps)
+            self._statements.permit(limit.policy.queue, worker_id, question.wants, question.keeps)
         )
         now = time.monotonic()
         with self._buffer.lock:
+            if worker_id != self._lease.worker_id:
+                return
             if answer.permits is None or answer.target is None:  # the cap is gone: the policies will say so, too
                 limit.own, limit.held = 0, 0
                 limit.ask_at = now + READ_EVERY_SECONDS

@@ -186,6 +186,7 @@ class WorkerRun:
             self.loops["claim"].wake()
 
     def _lease_regained(self) -> None:
+        self.policies.note_worker_id()
         self.reconciliation.require()
         self.loops["claim"].wake()
 

@@ -59,8 +59,9 @@ class Suspects:
 
         def statement(limit: int) -> Statement[MixedClaim]:
             return self._statements.claim_suspects(
-                self._lease.worker_id, self._served.queues, self._served.names(), limit, claims.refused()
-            )
+                self._lease.worker_id, self._served.queues, self._served.names(), limit, claims.refused(),
+                apart_from=claims.policies.closed(),
+            )  # fmt: skip
 
         claim = claims.send(statement, capacity, queue=None)
         self.may_exist = len(claim.tasks) == capacity

@@ -11,6 +11,8 @@ from tasklib.worker.execution import Execution
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tasklib.worker.limited_queues import LimitedQueue
+
 SUSPECT_PATIENCE_SECONDS = 10.0  # how long a suspect waits for the worker to be empty, or for a process
 DRAIN_SECONDS = 0.25  # how long others wait for a suspect that can have a process instead
 PREPARE_FIRST_SECONDS = 0.05  # an execution that has waited for longer gets the next free slot
@@ -23,6 +25,17 @@ class Unprepared(deque[Execution]):
         """Suspects come first, because they have begun once."""
         execution.waits_since = min(execution.waits_since, time.monotonic())
         self.insert(len(self.suspects()) if execution.task.suspect else len(self), execution)
+        if execution.limit is not None:
+            execution.limit.waiting += 1
+
+    def remove(self, execution: Execution) -> None:
+        super().remove(execution)
+        if execution.limit is not None:
+            execution.limit.waiting -= 1
+
+    def last_of(self, limit: LimitedQueue, most: int) -> list[Execution]:
+        """Those of this queue that would be the last to start."""
+        return [each for each in self if each.limit is limit][::-1][:most]
 
     def suspects(self) -> list[Execution]:
         return [each for each in self if each.task.suspect]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tasklib.worker.limited_queues import LimitedQueues
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tasklib.policies.queue_policy import QueuePolicy
     from tasklib.worker.execution import Execution
@@ -57,7 +57,7 @@ class WaitingLanes:
             execution.limit.remove(execution)
 
     def set_policies(
-        self, policies: Mapping[str, QueuePolicy], executing: Iterable[Execution], unprepared: Iterable[Execution]
+        self, policies: Mapping[str, QueuePolicy], executing: Iterable[Execution], unprepared: Sequence[Execution]
     ) -> None:
         """From now on these queues have limits, and no others. Every execution moves to the lane of its queue."""
         waiting = self.all()
@@ -68,3 +68,6 @@ class WaitingLanes:
             each.limit = self.limited.by_queue.get(each.task.queue)
         for each in waiting:
             self.put(each)
+        for each in unprepared:
+            if each.limit is not None:
+                each.limit.waiting += 1

@@ -98,9 +98,11 @@ def test_a_rate_grants_so_many_in_a_period(conn: Conn) -> None:
     granted, wait = grant(conn, 3)
     assert granted == 2
     assert wait is not None
-    assert 3500 < wait <= 3600
+    assert 3500 < wait <= 3601
     assert grant(conn, 1)[0] == 0
     conn.execute("update tasklib.rates set at = array[at[1] - interval '1 hour'], full_at = now()")
+    assert grant(conn, 9)[0] == 0  # those may still be on their way to their start
+    conn.execute("update tasklib.rates set at = array[at[1] - interval '0.1 second'], full_at = now()")
     assert grant(conn, 9)[0] == 5
 
 
@@ -120,7 +122,7 @@ def test_a_clock_that_goes_back_grants_no_more(conn: Conn) -> None:
     granted, wait = grant(conn, 1)
     assert granted == 0
     assert wait is not None
-    assert wait <= 60
+    assert wait <= 61
 
 
 def report(conn: Conn, succeeded: int, failed: int) -> str:

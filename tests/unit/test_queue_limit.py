@@ -133,3 +133,22 @@ def test_a_pause_ends_at_its_time() -> None:
 def test_the_cap_over_all_queues_is_a_limit_of_its_own() -> None:
     policies = Policies(1, 5, {"mail": QueuePolicy("mail", rank=3), "slow": QueuePolicy("slow", max_per_worker=1)})
     assert set(policies.limited()) == {"slow", ALL_QUEUES}
+
+
+def test_a_later_answer_does_not_prolong_earlier_grants() -> None:
+    """The rate's period begins with the grant. A start long after it would fall into another period as well."""
+    limit = rated(waiting=9)
+    limit.note_grants(sent_at=0.0, wanted=9, granted=5, next_seconds=0.01, now=0.0)
+    limit.note_grants(sent_at=0.09, wanted=4, granted=1, next_seconds=0.01, now=0.09)
+    assert limit.room(0.095) == 6
+    assert limit.room(GRANT_SECONDS + 0.001) <= 1
+
+
+def test_permits_whose_answer_was_lost_are_asked_about_again() -> None:
+    """The database may have given them. Nobody else could use them for as long as this worker lives."""
+    limit = capped(waiting=4)
+    assert limit.permit_question(0.0, free_slots=10) == PermitQuestion(wants=4, keeps=0)
+    limit.waiting = 0
+    assert limit.permit_question(0.1, free_slots=10) == PermitQuestion(wants=0, keeps=0)
+    limit.note_permits(PermitQuestion(0, 0), permits=0, target=0, now=0.1)
+    assert limit.permit_question(0.2, free_slots=10) is None

@@ -5,6 +5,8 @@
 -- The row's lock comes first, and the clock is read after it. A grant within 1/64 of the period of the last entry joins it *with the
 -- later time*, so that there are never more than some 65 entries and no sliding window ever holds more than the limit. If the clock
 -- has gone back, everything that was granted counts from now.
+-- A worker may use a grant until 0.1 s after it asked for it. So an entry counts for that much longer than the period: otherwise a
+-- late start and those of the next period would be too many (44 in a period of 2 s with a limit of 40, under load).
 create or replace function tasklib.grant_starts(
     queue text, wants integer, out granted integer, out next_seconds double precision
 )
@@ -16,6 +18,7 @@ declare
     most integer;
     period interval;
     burst integer;
+    late constant interval := '0.1 second';  -- GRANT_SECONDS of the worker
     step interval;  -- how long it takes for one start of the burst to come back
     now timestamptz;
     times timestamptz[];
@@ -44,7 +47,7 @@ begin
         full_at := least(full_at, now + burst * step);
         entries := 1;
     end if;
-    while entries > 0 and times[1] <= now - period loop
+    while entries > 0 and times[1] <= now - period - late loop
         times := times[2:];
         counts := counts[2:];
         entries := entries - 1;
@@ -68,7 +71,7 @@ begin
     end if;
     if granted < wants then
         next_seconds := extract(epoch from greatest(
-            case when used + granted >= most then times[1] + period end,
+            case when used + granted >= most then times[1] + period + late end,
             full_at - (burst - 1) * step) - now);
         next_seconds := greatest(next_seconds, 0.001);
     end if;
