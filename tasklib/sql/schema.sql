@@ -18,7 +18,7 @@
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
 -- function forget_permits() returns bigint search_path=pg_catalog, pg_temp for public 63e1fec521d1d4c73e9bbd2112f3fc7a
 -- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0
--- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 95afcfbdc0f3270fd0832cd4c7b19361
+-- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 35333d5d337bf3c44fd4f8598dba835b
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
 -- function note_transition(verb text, task_id uuid, queue text, before jsonb, after jsonb, reason text, actor text DEFAULT NULL::text) returns void search_path=pg_catalog, pg_temp for public 893facd7fd2cdd5a4c9ceff4b2cb10ca
