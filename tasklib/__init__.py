@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         TasklibError,
         TaskNotFound,
         TaskNotRegistered,
+        UnknownQueue,
     )
     from tasklib.handles import Handle
     from tasklib.ids import TaskId
@@ -166,6 +167,7 @@ __all__ = [
     "TaskWorker",
     "TasklibError",
     "TimeoutInterrupt",
+    "UnknownQueue",
     "__version__",
     "around_task",
     "as_completed",
@@ -225,7 +227,7 @@ _NAMES = {
         "CommitUnknown DatabaseError DatabaseUnavailable EmbeddedPostgresError IdempotencyConflict InvalidArguments "
         "InvalidConfig InvalidOptions InvalidResult InvalidTaskDefinition NoCurrentTask NotInitialised ResultTimeout "
         "SchemaBusy SchemaChanged SchemaError SchemaMissing SchemaOutdated SchemaTooNew TaskBuried TaskCancelled "
-        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered"
+        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered UnknownQueue"
     ),
     "tasklib.handles": "Handle",
     "tasklib.ids": "TaskId",

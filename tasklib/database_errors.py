@@ -12,6 +12,7 @@ from tasklib.errors import (
     InvalidOptions,
     SchemaMissing,
     TasklibError,
+    UnknownQueue,
 )
 
 # Shutdown by an administrator, crash, start-up; the database was dropped; an idle session or transaction was ended; too
@@ -68,10 +69,12 @@ def translate(error: psycopg.Error) -> TasklibError:
     return DatabaseError(message)
 
 
-def error_for_sqlstate(sqlstate: str, message: str, hint: str | None = None) -> TasklibError:
+def error_for_sqlstate(sqlstate: str, message: str, hint: str | None = None) -> TasklibError:  # noqa: PLR0911 - one for each
     """Our error for what PostgreSQL itself reports, which is the same with every driver."""
     if sqlstate == "TL409":
         return IdempotencyConflict(f"{message}. {hint}")
+    if sqlstate == "TL404":
+        return UnknownQueue(f"{message}. {hint}")
     if sqlstate in {"TL400", "TL500"}:
         return InvalidOptions(f"{message}. {hint}" if hint else message)
     if sqlstate in _VALUE_REFUSED or sqlstate.startswith("22"):

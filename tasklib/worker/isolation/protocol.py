@@ -112,7 +112,9 @@ def _typed(row: Any) -> Any:
 
 _READ: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("id", "parent_id"), UUID),
-    **dict.fromkeys(("claimed_at", "started_at", "expires_at", "cancel_asked_at"), datetime.fromisoformat),
+    **dict.fromkeys(
+        ("claimed_at", "started_at", "expires_at", "cancel_asked_at", "deadline_at"), datetime.fromisoformat
+    ),
 }
 
 
