@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         TasklibError,
         TaskNotFound,
         TaskNotRegistered,
+        UnknownQueue,
         WorkerTooOld,
     )
     from tasklib.handles import Handle
@@ -192,6 +193,7 @@ __all__ = [
     "TimeoutInterrupt",
     "Transition",
     "Unchanged",
+    "UnknownQueue",
     "WorkerTooOld",
     "__version__",
     "around_task",
@@ -268,7 +270,7 @@ _NAMES = {
         "CommitUnknown DatabaseError DatabaseUnavailable EmbeddedPostgresError IdempotencyConflict InvalidArguments "
         "InvalidConfig InvalidOptions InvalidResult InvalidTaskDefinition NoCurrentTask NotInitialised ResultTimeout "
         "SchemaBusy SchemaChanged SchemaError SchemaMissing SchemaOutdated SchemaTooNew TaskBuried TaskCancelled "
-        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered WorkerTooOld"
+        "TaskExpired TaskFailed TasklibError TaskNotFound TaskNotRegistered UnknownQueue WorkerTooOld"
     ),
     "tasklib.handles": "Handle",
     "tasklib.ids": "TaskId",

@@ -12,6 +12,7 @@ from tasklib.errors import (
     InvalidOptions,
     SchemaMissing,
     TasklibError,
+    UnknownQueue,
     WorkerTooOld,
 )
 
@@ -23,6 +24,7 @@ _CONNECTION_ENDED = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "25P
 _SESSION_STATES = frozenset({"25006", "42501", "57014", "0A000", "XX000", "3F000", "42P01", "42883", "42704"})
 _RAISED_BY_US = {  # by the functions in tasklib/sql
     "TL400": InvalidOptions,
+    "TL404": UnknownQueue,
     "TL409": IdempotencyConflict,
     "TL426": WorkerTooOld,
     "TL500": InvalidOptions,

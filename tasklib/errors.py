@@ -36,6 +36,12 @@ class InvalidOptions(TasklibError, ValueError):
     """A submit option (queue, priority, tags, times ...) is out of range."""
 
 
+class UnknownQueue(TasklibError, LookupError):
+    """The queue has no row in `queues`, and submits to such queues are refused. The message names queues that are
+    called much like it, and says how to create it.
+    """
+
+
 class IdempotencyConflict(TasklibError):
     """The idempotency key, or the id, already belongs to a task with another payload."""
 

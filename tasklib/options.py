@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OnCrash = Literal["retry", "fail"]
 Isolation = Literal["worker", "process"]
 DEFAULT_QUEUE = "default"
+QUEUE_OPTIONS = frozenset({"priority", "max_retries", "timeout_seconds"})  # of which a queue may have defaults
 MAX_TAG_BYTES = 16 * 1024
 FIRST_MOMENT = datetime(1, 1, 2, tzinfo=UTC)
 LAST_MOMENT = datetime(9999, 12, 30, tzinfo=UTC)  # a day short of the calendar's ends, for every time zone
@@ -36,6 +37,8 @@ class SubmitOptions(TypedDict, total=False):
     delay_seconds: float | timedelta | None
     scheduled_at: datetime | None
     expires_at: datetime | None
+    deadline_at: datetime | None
+    deadline_seconds: float | None
     max_retries: int | None
     timeout_seconds: float | None
     tags: Mapping[str, Any] | None
@@ -50,12 +53,15 @@ RESERVED_PARAMETERS = frozenset(SubmitOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """The defaults of one task function. None means the Config's value."""
+    """The defaults of one task function. None means that the function says nothing: then the queue's default counts, or
+    else the Config's value.
+    """
 
     queue: str = DEFAULT_QUEUE
-    priority: int = 0
+    priority: int | None = None
     max_retries: int | None = None
     timeout_seconds: float | None = None
+    deadline_seconds: float | None = None
     retry_on: tuple[type[BaseException], ...] | None = None
     no_retry_on: tuple[type[BaseException], ...] = ()
     store_result: bool = True
@@ -67,7 +73,7 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in RESERVED_PARAMETERS & set(self.__slots__)}
-        for name in ("queue", "priority", "store_result", "on_crash"):
+        for name in ("queue", "store_result", "on_crash"):
             if own[name] is None:
                 raise InvalidOptions(f"@task({name}=None): leave it out for the default")
         checked_options(own)
@@ -91,6 +97,8 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     if options.get("delay_seconds") and options.get("scheduled_at") is not None:
         raise InvalidOptions("give delay_seconds or scheduled_at, not both")
+    if options.get("deadline_seconds") is not None and options.get("deadline_at") is not None:
+        raise InvalidOptions("give deadline_seconds or deadline_at, not both")
     return {name: _CHECKS[name](value) for name, value in options.items() if value is not None and name in _CHECKS}
 
 
@@ -117,9 +125,9 @@ def check_moment(name: str, value: Any) -> datetime:
     return value.astimezone(UTC)  # JSON has no seconds in an offset
 
 
-def _check_timeout(value: Any) -> float:
+def _check_seconds(name: str, value: Any) -> float:
     if not is_number(value, 0, CENTURY_SECONDS) or value == 0:
-        raise InvalidOptions(f"timeout_seconds must be a positive number of seconds, got {value!r}")
+        raise InvalidOptions(f"{name} must be a positive number of seconds, got {value!r}")
     return float(value)
 
 
@@ -189,8 +197,10 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "delay_seconds": _check_delay,
     "scheduled_at": partial(check_moment, "scheduled_at"),
     "expires_at": partial(check_moment, "expires_at"),
+    "deadline_at": partial(check_moment, "deadline_at"),
+    "deadline_seconds": partial(_check_seconds, "deadline_seconds"),
     "max_retries": lambda value: check_whole("max_retries", value, 0),
-    "timeout_seconds": _check_timeout,
+    "timeout_seconds": partial(_check_seconds, "timeout_seconds"),
     "tags": _check_tags,
     "idempotency_key": lambda value: check_key(check_text("idempotency_key", value), "idempotency_key"),
     "store_result": partial(check_flag, "store_result"),

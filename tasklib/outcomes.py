@@ -204,6 +204,7 @@ class HeldTask(NamedTuple):
     started_at: datetime | None
     expires_at: datetime | None
     cancel_asked_at: datetime | None
+    deadline_at: datetime | None = None  # all attempts must be over by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ def decide(task: HeldTask, outcome: Outcome, now: datetime, rules: Rules) -> Set
     """What becomes of the task. Every outcome has an answer, whatever the task's state."""
     if isinstance(outcome, Completed):
         return succeeded(outcome)
-    settlement = _decide(task, outcome, now, rules)
+    settlement = _within_deadline(task, _decide(task, outcome, now, rules), now)
     return settlement if task.cancel_asked_at is None else stopped(settlement)
 
 
@@ -274,6 +275,9 @@ def _decide(task: HeldTask, outcome: _Unfinished, now: datetime, rules: Rules) -
     match outcome:
         case Failed(problem, may_retry, delay):
             return _failed("FAILED", task, problem, now, rules, may_retry=may_retry, delay=delay)
+        case TimedOut(problem) if task.deadline_at is not None and now >= task.deadline_at:
+            late = _deadline_passed(f"it still ran at its deadline {task.deadline_at}", problem)
+            return Settlement(State.FAILED, "TIMED_OUT", problem=late)
         case TimedOut(problem):
             return _failed("TIMED_OUT", task, problem, now, rules)
         case Snoozed(delay_seconds=delay):
@@ -283,12 +287,50 @@ def _decide(task: HeldTask, outcome: _Unfinished, now: datetime, rules: Rules) -
             return Settlement(State.CANCELLED, "CANCELLED" if began else None, problem=problem)
         case Interrupted():
             return _interrupted(task, outcome, now)
+        case Expired() if starts_by(task) == task.deadline_at is not None:
+            late = _deadline_passed(f"not started before the deadline {task.deadline_at}")
+            return Settlement(State.FAILED, problem=late)
         case Expired():
             text = f"Expired: not started before {task.expires_at}"
             return Settlement(State.EXPIRED, problem=Problem("EXPIRED", "not started in time", text))
         case Crashed():
             return _crashed(task, outcome, now, rules)
     assert_never(outcome)
+
+
+def starts_by(task: HeldTask) -> datetime | None:
+    """A task that has not started by then does not start. None: it may start at any time."""
+    limits = [each for each in (task.expires_at, task.deadline_at) if each is not None]
+    return min(limits, default=None)
+
+
+def seconds_for(task: HeldTask, now: datetime) -> float | None:
+    """How long an attempt may take that starts now: its timeout, or the time that is left until the deadline."""
+    if task.deadline_at is None:
+        return task.timeout_seconds
+    left = max((task.deadline_at - now).total_seconds(), 0.0)
+    return left if task.timeout_seconds is None else min(left, task.timeout_seconds)
+
+
+def _within_deadline(task: HeldTask, settlement: Settlement, now: datetime) -> Settlement:
+    """A run that would begin at the deadline, or after it, is not scheduled: the task has failed for good."""
+    next_at = settlement.due_at or now
+    if task.deadline_at is None or not settlement.goes_on or next_at < task.deadline_at:
+        return settlement
+    problem = _deadline_passed(
+        f"the next run would be at {next_at}, and the deadline is {task.deadline_at}", settlement.problem
+    )
+    word: AttemptOutcome | None = "FAILED" if settlement.outcome == "SNOOZED" else settlement.outcome
+    return settlement._replace(
+        state=State.FAILED, outcome=word, due_at=None, scheduled_at=None, problem=problem, is_retry=False, suspect=False
+    )
+
+
+def _deadline_passed(reason: str, last: Problem | None = None) -> Problem:
+    """With the error of the last attempt, which would otherwise be lost."""
+    message = reason if last is None else f"{reason}; its last error: {last.message}"
+    text = f"DeadlinePassed: {reason}" if last is None else f"DeadlinePassed: {reason}\n{last.text}"
+    return Problem("DEADLINE_PASSED", message, text)
 
 
 def _failed(

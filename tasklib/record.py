@@ -64,6 +64,7 @@ class Task:
     cancel_asked_at: datetime | None
     strikes: int
     completed_by: str | None  # the worker that ran the attempt by which it succeeded
+    deadline_at: datetime | None  # all attempts must be over by then
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Task:

@@ -35,5 +35,6 @@ TRANSITIONS: dict[str, tuple[frozenset[State], State]] = {
     "bury": (LEASED, State.BURIED),
     "cancel": (frozenset({State.PENDING, State.CLAIMED, State.RUNNING, State.FAILED}), State.CANCELLED),
     "expire": (frozenset({State.PENDING, State.CLAIMED, State.FAILED}), State.EXPIRED),
+    "pass_deadline": (frozenset({State.PENDING}), State.FAILED),  # while it waited; after an attempt it stays FAILED
     "retry": (UNSUCCESSFUL | {State.COMPLETED}, State.PENDING),
 }

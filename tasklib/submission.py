@@ -12,7 +12,7 @@ from tasklib.current import current_task_id
 from tasklib.errors import InvalidOptions, TaskNotRegistered
 from tasklib.ids import TaskId, new_id
 from tasklib.names import check_task_name
-from tasklib.options import DEFAULT_QUEUE, RESERVED_PARAMETERS, OnCrash, SubmitOptions, checked_options
+from tasklib.options import DEFAULT_QUEUE, QUEUE_OPTIONS, RESERVED_PARAMETERS, OnCrash, SubmitOptions, checked_options
 from tasklib.registry import default_registry
 from tasklib.strict_json import LARGEST_ARGUMENT_BYTES
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedOptions:
-    """The options of a submit, with the task function's defaults filled in.
+    """The options of a submit, with the task function's own filled in.
 
-    Many tasks share one object: it is checked once, and written as JSON once a batch. None means the value of the
-    Config, and for `on_crash` that of the function in the worker. If the function is not known here, None always means
-    the value that the workers with that function use.
+    Many tasks share one object: it is checked once, and written as JSON once a batch. None means that neither says it:
+    then the queue's default counts, which the database looks up, or else the Config's value. None of `on_crash` means
+    that of the function in the worker. If the function is not known here, None of any option means the value that the
+    workers with that function use.
     """
 
     knows_function: bool
@@ -39,6 +40,8 @@ class ResolvedOptions:
     delay_seconds: float
     scheduled_at: datetime | None
     expires_at: datetime | None
+    deadline_at: datetime | None
+    deadline_seconds: float | None
     max_retries: int | None
     timeout_seconds: float | None
     tags: str  # JSON text
@@ -46,37 +49,42 @@ class ResolvedOptions:
     store_result: bool | None
     on_crash: OnCrash | None
 
-    def value(self, option: str, defaults: Mapping[str, Any]) -> Any:
-        given = getattr(self, option)
-        return defaults.get(option) if given is None else given
-
     def is_plain(self, defaults: Mapping[str, Any]) -> bool:
-        """All options but the queue have the defaults of the database."""
+        """Nothing but the queue has to be said."""
         return (
             self.knows_function
             and self.tags == "{}"
-            and all(
-                self.value(option, defaults) == sql_default
-                for option, sql_default in _SQL_DEFAULTS.items()
-                if option != "queue"
-            )
+            and self.said().keys() <= {"queue"}
+            and not self.otherwise(defaults)
         )
 
     def to_json(self, defaults: Mapping[str, Any]) -> str:
-        """The options as members of one element of the argument of the SQL function `submit_many`. Defaults of the
-        database are left out.
-        """
+        """The options as members of one element of the argument of the SQL function `submit_many`."""
         tags = "" if self.tags == "{}" else f',"tags":{self.tags}'
-        if not self.knows_function:
-            return tags + _members(self.given()) + _fallbacks(defaults)
-        values = {option: self.value(option, defaults) for option in _SQL_DEFAULTS}
-        return tags + ',"resolved":true' + _members(_not_default(values))
+        resolved = ',"resolved":true' if self.knows_function else ""
+        otherwise = self.otherwise(defaults)
+        last = f',"otherwise":{to_json(otherwise).decode()}' if otherwise else ""
+        return tags + resolved + _members(self.said()) + last
 
-    def given(self) -> dict[str, Any]:
-        """For a function that is not known here: only the options that the submit gives."""
+    def said(self) -> dict[str, Any]:
+        """The options that must be sent. If the function is known here, an option is left out that has the default of
+        the database, unless a queue may have another default for it.
+        """
         options = {option: getattr(self, option) for option in _SQL_DEFAULTS}
         return {
-            option: value for option, value in options.items() if value is not None and (option, value) != _NO_DELAY
+            option: value
+            for option, value in options.items()
+            if value is not None
+            and (option in QUEUE_OPTIONS or value != _SQL_DEFAULTS[option] or not self.knows_function)
+            and (option, value) != _NO_DELAY
+        }
+
+    def otherwise(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The Config's values, for options that nobody else says."""
+        return {
+            option: value
+            for option, value in defaults.items()
+            if value != _SQL_DEFAULTS[option] and getattr(self, option) is None
         }
 
 
@@ -105,6 +113,8 @@ _SQL_DEFAULTS = {
     "delay_seconds": 0.0,
     "scheduled_at": None,
     "expires_at": None,
+    "deadline_at": None,
+    "deadline_seconds": None,
     "max_retries": 3,
     "timeout_seconds": None,
     "idempotency_key": None,
@@ -114,19 +124,8 @@ _SQL_DEFAULTS = {
 _NO_DELAY = ("delay_seconds", 0.0)
 
 
-def _not_default(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from the defaults of the database."""
-    return {option: value for option, value in values.items() if value != _SQL_DEFAULTS[option]}
-
-
 def _members(values: Mapping[str, Any]) -> str:
     return "".join(f',"{option}":{to_json(value).decode()}' for option, value in values.items())
-
-
-def _fallbacks(defaults: Mapping[str, Any]) -> str:
-    """The Config's values, for a name that no worker has served yet."""
-    differing = _not_default(defaults)
-    return f',"otherwise":{to_json(differing).decode()}' if differing else ""
 
 
 def new_task(
@@ -178,7 +177,10 @@ def _function_of(func: Any) -> TaskFunction[..., Any] | str:
 
 
 def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> ResolvedOptions:
-    given = {**_options_of(task), **checked_options(options)}
+    own, given = _options_of(task), checked_options(options)
+    if "deadline_at" in given:
+        own.pop("deadline_seconds", None)
+    given = {**own, **given}
     return ResolvedOptions(
         knows_function=not isinstance(task, str),
         queue=given.get("queue"),
@@ -186,6 +188,8 @@ def terms_of(task: TaskFunction[..., Any] | str, options: SubmitOptions) -> Reso
         delay_seconds=given.get("delay_seconds", 0.0),
         scheduled_at=given.get("scheduled_at"),
         expires_at=given.get("expires_at"),
+        deadline_at=given.get("deadline_at"),
+        deadline_seconds=given.get("deadline_seconds"),
         max_retries=given.get("max_retries"),
         timeout_seconds=given.get("timeout_seconds"),
         tags=given.get("tags", "{}"),
@@ -205,6 +209,7 @@ def _options_of(task: TaskFunction[..., Any] | str) -> dict[str, Any]:
         "priority": own.priority,
         "max_retries": own.max_retries,
         "timeout_seconds": own.timeout_seconds,
+        "deadline_seconds": own.deadline_seconds,
         "store_result": own.store_result,
         "on_crash": None if own.on_crash == "retry" else own.on_crash,
     }

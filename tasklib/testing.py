@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -384,13 +385,22 @@ def _delay_seconds(task: Task, _: str = "") -> float:
     return (task.scheduled_at - task.created_at).total_seconds()
 
 
+def _deadline_seconds(task: Task, _: str = "") -> float:
+    return math.inf if task.deadline_at is None else (task.deadline_at - task.created_at).total_seconds()
+
+
 _FITS: Mapping[str, Callable[[Task, str, Any], bool]] = {
     "delay_seconds": lambda task, _, wanted: abs(_delay_seconds(task) - wanted) < TOLERANCE_SECONDS,
     "scheduled_at": _is_near,
     "expires_at": _is_near,
+    "deadline_at": _is_near,
+    "deadline_seconds": lambda task, _, wanted: abs(_deadline_seconds(task) - wanted) < TOLERANCE_SECONDS,
     "tags": lambda task, _, wanted: bool(task.tags | from_json(wanted) == task.tags),
 }
-_SHOWN: Mapping[str, Callable[[Task, str], Any]] = {"delay_seconds": _delay_seconds}
+_SHOWN: Mapping[str, Callable[[Task, str], Any]] = {
+    "delay_seconds": _delay_seconds,
+    "deadline_seconds": _deadline_seconds,
+}
 
 
 def _call(name: str, args: dict[str, Any] | list[Any], kwargs: dict[str, Any]) -> str:

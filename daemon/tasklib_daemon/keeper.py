@@ -404,7 +404,7 @@ def _retention(settings: Settings) -> Retention:
     days = settings.retention
     return Retention(*(
         None if each is None else each * DAY_SECONDS
-        for each in (days.completed_days, days.failed_days, days.states_days)
+        for each in (days.completed_days, days.failed_days, days.states_days, days.audit_days)
     ))  # fmt: skip
 
 

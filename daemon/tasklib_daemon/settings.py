@@ -128,6 +128,7 @@ class Retention(Section):
     failed_days: Days | None = 90.0
     heartbeats_hours: Annotated[float, Range(0.1, 876_000)] | None = 24.0
     states_days: Days | None = 7.0
+    audit_days: Days | None = 365.0
 
 
 class Settings(Section):

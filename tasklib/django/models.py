@@ -48,6 +48,7 @@ class Task(models.Model):
     created_at = models.DateTimeField()
     scheduled_at = models.DateTimeField()
     expires_at = models.DateTimeField(null=True)
+    deadline_at = models.DateTimeField(null=True)
     started_at = models.DateTimeField(null=True)
     next_retry_at = models.DateTimeField(null=True)
     cancel_asked_at = models.DateTimeField(null=True)

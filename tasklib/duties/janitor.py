@@ -1,4 +1,5 @@
-"""Retention: deletes finished tasks with their attempts, snapshots of workers and statistics that are old enough.
+"""Retention: deletes finished tasks with their attempts, rows of the audit, snapshots of workers and statistics that
+are old enough.
 
 It runs hourly, in bounded batches, and rests as long as it works. Tasks are looked at in the order of their keys,
 which are made from the time. Only pages of keys that are older than the shortest retention are read.
@@ -37,12 +38,14 @@ class Retention:
     completed_seconds: float | None = 30 * DAY_SECONDS  # cancelled and expired tasks too
     failed_seconds: float | None = 90 * DAY_SECONDS
     states_seconds: float | None = 7 * DAY_SECONDS  # snapshots of workers, and statistics by the minute
+    audit_seconds: float | None = 365 * DAY_SECONDS  # task_transitions
 
-    def ranges(self, now: float) -> list[tuple[UUID, UUID]]:
+    def ranges(self, now: float, shortest_of_queues: float | None = None) -> list[tuple[UUID, UUID]]:
         """The ranges of keys that may have tasks which are old enough. Keys that lie in the future were not made by
         us, and do not tell the age of their tasks. All of them are looked at.
         """
-        kept = [each for each in (self.completed_seconds, self.failed_seconds) if each is not None]
+        all_kept = (self.completed_seconds, self.failed_seconds, shortest_of_queues)
+        kept = [each for each in all_kept if each is not None]
         if not kept:
             return []
         return [(_FIRST, _key(now - min(kept))), (_key(now + DAY_SECONDS), _LAST)]
@@ -58,7 +61,8 @@ class Janitor:
 
     def run_once(self) -> float | None:
         if self._ranges is None:
-            self._ranges = self._retention.ranges(time.time())
+            shortest = self._session.run(self._statements.shortest_retention())
+            self._ranges = self._retention.ranges(time.time(), shortest)
         began = time.monotonic()
         if self._prune_tasks(self._ranges) or self._prune_history():
             return min(time.monotonic() - began, LONGEST_REST_SECONDS)
@@ -92,17 +96,20 @@ class Janitor:
 
     def _prune_history(self) -> bool:
         """False: that was the last batch."""
-        seconds = self._retention.states_seconds
-        if seconds is None:
-            return False
-        states = self._session.run(self._statements.prune_states(seconds, BATCH))
-        rollups = self._session.run(self._statements.prune_rollups(seconds, BATCH))
-        self._pruned.update(worker_states=states, task_rollups=rollups)
-        return BATCH in {states, rollups}
+        run, seconds = self._session.run, self._retention.states_seconds
+        gone: dict[str, int] = {}
+        if seconds is not None:
+            gone["worker_states"] = run(self._statements.prune_states(seconds, BATCH))
+            gone["task_rollups"] = run(self._statements.prune_rollups(seconds, BATCH))
+        if self._retention.audit_seconds is not None:
+            gone["task_transitions"] = run(self._statements.prune_transitions(self._retention.audit_seconds, BATCH))
+        self._pruned.update(gone)
+        return BATCH in gone.values()
 
     def _end(self) -> None:
         if self._pruned.total():
-            log.info("history.pruned", **{"tasks": 0, "worker_states": 0, "task_rollups": 0, **self._pruned})
+            none = {"tasks": 0, "worker_states": 0, "task_rollups": 0, "task_transitions": 0}
+            log.info("history.pruned", **{**none, **self._pruned})
         self._ranges, self._pruned = None, Counter()
 
 

@@ -119,9 +119,16 @@ class KeeperStatements:
     def prune_tasks(
         self, after: UUID, before: UUID, *, completed_seconds: float | None, failed_seconds: float | None, limit: int
     ) -> Statement[Pruned]:
-        """None: such tasks are kept."""
+        """None: such tasks are kept, unless their queue has a retention of its own."""
         parameters = (after, before, completed_seconds, failed_seconds, limit)
         return Statement(self._janitor["prune"], parameters, lambda rows: Pruned(*rows[0]))
+
+    def shortest_retention(self) -> Statement[float | None]:
+        """The shortest that a queue has of its own, in seconds."""
+        return Statement(self._janitor["shortest"], (), read_value, is_change=False)
+
+    def prune_transitions(self, older_than_seconds: float, limit: int) -> Statement[int]:
+        return Statement(self._janitor["prune_transitions"], (older_than_seconds, limit), read_value)
 
     def page(self, after: UUID, before: UUID, limit: int) -> Statement[list[UUID]]:
         """The keys that `prune_tasks` would look at."""

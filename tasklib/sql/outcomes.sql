@@ -127,7 +127,7 @@ with given as (
            (ready, due_at, next_retry_at, completed_at, result, error, error_code) = (
                select given.goes_on and coalesce(given.due_at <= now, true),
                       case when given.goes_on
-                           then least(case when given.due_at > now then given.due_at end, task.expires_at) end,
+                           then least(case when given.due_at > now then given.due_at end, task.expires_at, task.deadline_at) end,
                       case when given.goes_on and given.state = 'failed' then given.due_at end,
                       case when not given.goes_on then given.finished_at end,
                       given.result,

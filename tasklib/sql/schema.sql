@@ -10,14 +10,17 @@
 -- domain task_kwargs jsonb CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 8388608))
 -- domain task_name text CHECK (((VALUE ~ '^[A-Za-z_][A-Za-z0-9_.:-]*$'::text) AND (octet_length(VALUE) <= 200)))
 -- domain task_tags jsonb CHECK ((NOT jsonb_path_exists(VALUE, '$.keyvalue()?(!(@."key" like_regex "^[A-Za-z0-9_.-]+$"))'::jsonpath))) CHECK ((jsonb_typeof(VALUE) = 'object'::text)) CHECK ((pg_column_size(VALUE) <= 65536))
--- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 8d9e6e25cb4605a3c67b74b78ee8180f
+-- function audit() returns trigger security definer search_path=pg_catalog, pg_temp 5ad079f28b29b5596d1e18e08781c493
+-- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9634a6d26dfa587ce75f27230a86d2a4
 -- function caller() returns name for public ad9fb0d65709c506d7eadeb7a2633439
--- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public b4c47d045e95536169e1a03c2f791df1
+-- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public 8b403b4d805d45c5476c8912ce295167
 -- function changed_keys(of jsonb, compared_with jsonb) returns jsonb search_path=pg_catalog, pg_temp for public 859a43edd215bca10309177aa4eb5f7e
--- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 25de5d4844dee8a91a0b76a13ea26be6
+-- function ended_late(expires_at timestamp with time zone, deadline_at timestamp with time zone, last_error text) returns TABLE(state text, error_code text, error text) search_path=pg_catalog, pg_temp for public 39ceaf5e2ef7f331fa1b898e8d47c0f9
+-- function ensure_task_queue(name text) returns tasklib.queues search_path=pg_catalog, pg_temp dc0a0317ce957dc58633328f9e031dc5
+-- function expire() returns bigint search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public b5dba4a9332467eb182267a1ca9b30f6
 -- function forget_attempts() returns trigger security definer search_path=pg_catalog, pg_temp enable_seqscan=off 214e5bf3e3b811c7aea4ebdd712059fe
 -- function forget_permits() returns bigint search_path=pg_catalog, pg_temp for public 63e1fec521d1d4c73e9bbd2112f3fc7a
--- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp d53099b69608d0435f0b1011ffdbcdb0
+-- function function_defaults() returns trigger security definer search_path=pg_catalog, pg_temp 0e472493860164e90aeca02ad62773bb
 -- function grant_starts(queue text, wants integer, OUT granted integer, OUT next_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 35333d5d337bf3c44fd4f8598dba835b
 -- function keep_attempt() returns trigger search_path=pg_catalog, pg_temp for public cd3fd9ce9d489c691b4ff1598dec9061
 -- function keyed_digest(payload bytea) returns bytea for public 98df05cb77f4cb1efcba294902a4d3e8
@@ -25,32 +28,33 @@
 -- function pause_queue(name text, reason text DEFAULT NULL::text, until timestamp with time zone DEFAULT NULL::timestamp with time zone, actor text DEFAULT NULL::text) returns tasklib.queues security definer search_path=pg_catalog, pg_temp de5b0d2b818d12ae8ceb9c3a25737bb3
 -- function payload_digest(name text, args jsonb, kwargs jsonb) returns bytea search_path=pg_catalog, pg_temp for public 7ad4ac6000768d1d9a1a72d0696ecdd7
 -- function permit(queue text, worker_id text, wants integer, keeps integer, OUT permits integer, OUT target integer, OUT breaker text, OUT breaker_epoch bigint, OUT again_seconds double precision) returns record search_path=pg_catalog, pg_temp for public 8fe3f485b9e08614e43c9fd9e36f5348
--- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp e0b3f6dd9e12704c68ff7d49c3352513
--- function policy_row_changed() returns trigger search_path=pg_catalog, pg_temp 1a8c7ab69b00eb2788b4e5f6be80e1d5
--- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public 251b9f19e69516f9c297c9e7a504a713
+-- function policy_changed() returns trigger security definer search_path=pg_catalog, pg_temp 194c15b682b941caaf8b6a46aa2d516b
+-- function policy_row_changed() returns trigger security definer search_path=pg_catalog, pg_temp 72659d3cd80540f13010735cf86fdea7
+-- function promote(OUT promoted bigint, OUT next_due_seconds double precision) returns record search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off for public deca27b2063076dcbadfca64727d5c31
 -- function queue_limits_now(queue text) returns SETOF tasklib.queue_limits search_path=pg_catalog, pg_temp for public b0240828464446fb1b36250488cc5b04
 -- function queue_statistics(in_queue text DEFAULT NULL::text, most bigint DEFAULT 1000000) returns TABLE(queue text, ready bigint, scheduled bigint, retrying bigint, claimed bigint, running bigint, oldest_ready_age_seconds double precision, newest_ready_age_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 82d21d8ec8b4d018de8a305891030ed7
 -- function refuse_old_worker() returns trigger security definer search_path=pg_catalog, pg_temp b093b401c25ec6652f46a088feadbfaf
+-- function refuse_unknown_queue(queue text) returns void search_path=pg_catalog, pg_temp 6e71a33c00f4a96ef017b691cf200c28
 -- function report_breaker(queue text, epoch bigint, succeeded bigint, failed bigint) returns text search_path=pg_catalog, pg_temp for public 8d6eb2418bf9c43da6ab8324678f65af
 -- function require_index(index_name text) returns void search_path=pg_catalog, pg_temp 811d4662dbed2707ff1a7c66942501e7
 -- function resume_queue(name text, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns boolean security definer search_path=pg_catalog, pg_temp 9f8378276d1441de895b68786ed93034
--- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 2539a6a30f2806d7ee9d5a9ade24c065
+-- function retry(task_id uuid) returns boolean search_path=pg_catalog, pg_temp for public 8f10da6562d66fd6b90abfa9f109d45b
 -- function ring(queue text) returns void for public 809e3148010904496c03dfee66076a59
 -- function ring_all(queues text[]) returns bigint search_path=pg_catalog, pg_temp for public 214dd427bfd4302bcff68d9a94f97a16
 -- function ring_on_insert() returns trigger search_path=pg_catalog, pg_temp for public 5d6d73058964f23891ffa9398827f1f7
 -- function set_cluster(policy jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.policy security definer search_path=pg_catalog, pg_temp 4bdecccbd143adb39cd75644e741986f
 -- function set_queue(name text, policy jsonb DEFAULT '{}'::jsonb, reason text DEFAULT NULL::text, actor text DEFAULT NULL::text) returns tasklib.queues security definer search_path=pg_catalog, pg_temp c1264f5704728d1175cc88d839175be5
--- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT NULL::text, priority integer DEFAULT NULL::integer, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT NULL::integer, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT NULL::boolean, on_crash text DEFAULT NULL::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean) returns record security definer search_path=pg_catalog, pg_temp 4ead7bec1906f5768ef7c2171609537d
--- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 8365dfde89dbe748259b294696240b3d
+-- function submit(name text, kwargs jsonb DEFAULT '{}'::jsonb, args jsonb DEFAULT '{}'::jsonb, queue text DEFAULT NULL::text, priority integer DEFAULT NULL::integer, delay_seconds double precision DEFAULT 0, scheduled_at timestamp with time zone DEFAULT NULL::timestamp with time zone, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, max_retries integer DEFAULT NULL::integer, timeout_seconds double precision DEFAULT NULL::double precision, tags jsonb DEFAULT '{}'::jsonb, idempotency_key text DEFAULT NULL::text, store_result boolean DEFAULT NULL::boolean, on_crash text DEFAULT NULL::text, INOUT id uuid DEFAULT NULL::uuid, OUT existed boolean, deadline_at timestamp with time zone DEFAULT NULL::timestamp with time zone, deadline_seconds double precision DEFAULT NULL::double precision, resolved boolean DEFAULT false, otherwise jsonb DEFAULT NULL::jsonb) returns record security definer search_path=pg_catalog, pg_temp 9f5c8627d54463fa609bca95691a8d12
+-- function submit_many(tasks jsonb) returns TABLE(ordinal bigint, id uuid, existed boolean) security definer search_path=pg_catalog, pg_temp 6f9d9d8077c0447521b6472e16e67281
 -- function submitted_before(task_id uuid, task_key text, task_name text, task_args jsonb, task_kwargs jsonb) returns uuid search_path=pg_catalog, pg_temp enable_seqscan=off 5f794d2c1943206209f1d84688d77b1c
--- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public a0548d5d96887ed1a18df26bc15c0353
+-- function task_defaults() returns trigger search_path=pg_catalog, pg_temp for public f65eb20648a06ebd2d3c8120b6c6c7e5
 -- function task_statistics(time_window interval DEFAULT '01:00:00'::interval, task_name text DEFAULT NULL::text) returns TABLE(name text, attempts bigint, completed bigint, failed bigint, timed_out bigint, cancelled bigint, snoozed bigint, interrupted bigint, crashed bigint, retried bigint, per_second double precision, average_seconds double precision, p50_seconds double precision, p95_seconds double precision, p99_seconds double precision, average_wait_seconds double precision, p50_wait_seconds double precision, p95_wait_seconds double precision, p99_wait_seconds double precision) security definer search_path=pg_catalog, pg_temp enable_seqscan=off jit=off 46cba2abf41099f5417d78dc1505a6ca
--- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid) 9baaa76e36451e5111254a9087b8430b
+-- function tasks_in_json(tasks jsonb, ids uuid[], submitted_at timestamp with time zone) returns TABLE(ordinal bigint, id uuid, name text, kwargs jsonb, args jsonb, queue text, priority integer, scheduled_at timestamp with time zone, due_at timestamp with time zone, expires_at timestamp with time zone, max_retries integer, timeout_seconds double precision, tags jsonb, idempotency_key text, store_result boolean, on_crash text, parent_id uuid, deadline_at timestamp with time zone, audited boolean) cec4e756afb0bacc0f3b3b05f759126f
 -- function tell_done() returns trigger for public f9747612d9e9f8e79df89541616b21d0
 -- function use_feature(feature text) returns void security definer search_path=pg_catalog, pg_temp c3fa104db4cdbd0ad93d0f4e7d0000d3
 -- function uuid7() returns uuid search_path=pg_catalog, pg_temp for public f998c3603ee51af47122d936ca662cb3
 -- function whole_policy(policy tasklib.queues, given jsonb) returns tasklib.queues search_path=pg_catalog, pg_temp for public adaefa7063a27c4ff2ec26c6187dfc2c
--- function with_function_options(tasks jsonb) returns jsonb search_path=pg_catalog, pg_temp a0ebca9ed2d2d82862c2239dab587c19
+-- function with_function_options(tasks jsonb) returns jsonb search_path=pg_catalog, pg_temp 1046efbca6d12366bea10af23c2b185a
 -- table attempts column attempt integer not null default null
 -- table attempts column error text default null
 -- table attempts column error_code text default null
@@ -164,14 +168,17 @@
 -- table schema_migrations constraint schema_migrations_pkey PRIMARY KEY (version)
 -- table schema_migrations index CREATE UNIQUE INDEX schema_migrations_pkey ON tasklib.schema_migrations USING btree (version)
 -- table task_attempts trigger CREATE TRIGGER keep_attempt INSTEAD OF INSERT ON tasklib.task_attempts FOR EACH ROW EXECUTE FUNCTION tasklib.keep_attempt()
+-- table task_functions column deadline_seconds double precision default null
 -- table task_functions column max_retries integer not null default null
 -- table task_functions column name tasklib.task_name not null default null
 -- table task_functions column on_crash text not null default null
+-- table task_functions column own text[] default null
 -- table task_functions column priority integer not null default null
 -- table task_functions column queue tasklib.queue_name not null default null
 -- table task_functions column seen_at timestamp with time zone not null default clock_timestamp()
 -- table task_functions column store_result boolean not null default null
 -- table task_functions column timeout_seconds double precision default null
+-- table task_functions constraint task_functions_deadline_positive CHECK (((deadline_seconds > (0)::double precision) AND (deadline_seconds <= ('3153600000'::bigint)::double precision)))
 -- table task_functions constraint task_functions_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
 -- table task_functions constraint task_functions_pkey PRIMARY KEY (name)
 -- table task_functions constraint task_functions_retries_whole CHECK ((max_retries >= 0))
@@ -257,6 +264,7 @@
 -- table tasks column worker_id text default null
 -- table tasks column workflow_id uuid default null
 -- table tasks constraint tasks_counts_whole CHECK (((LEAST(retry_count, max_retries, attempt, crash_count, strikes, pending_parents) >= 0) AND (GREATEST(attempt, crash_count, strikes) <= 1000000000) AND (fencing_token >= 0) AND (fencing_token <= '4611686018427387904'::bigint))) NOT VALID
+-- table tasks constraint tasks_deadline_in_calendar CHECK (((deadline_at >= '0001-01-02 00:00:00+00'::timestamp with time zone) AND (deadline_at <= '9999-12-30 00:00:00+00'::timestamp with time zone))) NOT VALID
 -- table tasks constraint tasks_on_crash_known CHECK ((on_crash = ANY (ARRAY['retry'::text, 'fail'::text])))
 -- table tasks constraint tasks_pkey PRIMARY KEY (id)
 -- table tasks constraint tasks_resolution_whole CHECK ( CASE WHEN (resolved_at IS NULL) THEN ((resolved_by IS NULL) AND (resolution_note IS NULL)) ELSE ((resolved_by IS NOT NULL) AND (state = ANY (ARRAY['failed'::text, 'buried'::text])) AND (completed_at IS NOT NULL)) END) NOT VALID
@@ -269,10 +277,11 @@
 -- table tasks index CREATE INDEX tasks_unsuccessful ON tasklib.tasks USING btree (id) WHERE (error_code IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_idempotency_key ON tasklib.tasks USING btree (idempotency_key) WHERE (idempotency_key IS NOT NULL)
 -- table tasks index CREATE UNIQUE INDEX tasks_pkey ON tasklib.tasks USING btree (id)
+-- table tasks trigger CREATE TRIGGER audit AFTER UPDATE OF state ON tasklib.tasks FOR EACH ROW WHEN (new.audited) EXECUTE FUNCTION tasklib.audit()
 -- table tasks trigger CREATE TRIGGER forget_attempts AFTER DELETE ON tasklib.tasks REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.forget_attempts()
 -- table tasks trigger CREATE TRIGGER function_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.queue IS NULL) OR (new.priority IS NULL) OR (new.max_retries IS NULL) OR (new.store_result IS NULL))) EXECUTE FUNCTION tasklib.function_defaults()
 -- table tasks trigger CREATE TRIGGER ring_on_insert AFTER INSERT ON tasklib.tasks REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION tasklib.ring_on_insert()
--- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.idempotency_key IS NOT NULL) OR (new.payload_digest IS NOT NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (new.expires_at IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
+-- table tasks trigger CREATE TRIGGER task_defaults BEFORE INSERT ON tasklib.tasks FOR EACH ROW WHEN (((new.ready IS NULL) OR (new.idempotency_key IS NOT NULL) OR (new.payload_digest IS NOT NULL) OR ((new.due_at IS NULL) AND ((new.state = 'pending'::text) OR (new.next_retry_at IS NOT NULL)) AND ((NOT new.ready) OR (COALESCE((new.expires_at)::timestamp with time zone, new.deadline_at) IS NOT NULL))))) EXECUTE FUNCTION tasklib.task_defaults()
 -- table tasks trigger CREATE TRIGGER tell_done AFTER UPDATE OF completed_at ON tasklib.tasks FOR EACH ROW WHEN (((old.completed_at IS NULL) AND (new.completed_at IS NOT NULL) AND (NOT (pg_try_advisory_lock(hashtextextended('tasklib.task_done'::text, (0)::bigint)) AND pg_advisory_unlock(hashtextextended('tasklib.task_done'::text, (0)::bigint)))))) EXECUTE FUNCTION tasklib.tell_done()
 -- table worker_states column cluster_wide_cap integer default null
 -- table worker_states column cpu_percent double precision default null

@@ -16,18 +16,20 @@ from tasklib.submit(
     kwargs => $4::pg_catalog.text::pg_catalog.jsonb, queue => $5::pg_catalog.text, priority => $6::integer,
     delay_seconds => $7::double precision, scheduled_at => $8::pg_catalog.text::pg_catalog.timestamptz,
     expires_at => $9::pg_catalog.text::pg_catalog.timestamptz, max_retries => $10::integer,
-    timeout_seconds => coalesce($11::double precision, 'infinity'), tags => $12::pg_catalog.text::pg_catalog.jsonb,
-    idempotency_key => $13::pg_catalog.text, store_result => $14::boolean, on_crash => $15::pg_catalog.text)
+    timeout_seconds => $11::double precision, tags => $12::pg_catalog.text::pg_catalog.jsonb,
+    idempotency_key => $13::pg_catalog.text, store_result => $14::boolean, on_crash => $15::pg_catalog.text,
+    deadline_at => $16::pg_catalog.text::pg_catalog.timestamptz, deadline_seconds => $17::double precision,
+    otherwise => $18::pg_catalog.text::pg_catalog.jsonb, resolved => true)
 where existed;
 
 
--- The same for a task without special options, which is nearly every task: eleven parameters fewer to send. The options are
--- still given as constants, because an option that is left out is looked up among the functions that workers have declared.
+-- The same for a task without special options, which is nearly every task: fourteen parameters fewer to send. `resolved`, so that
+-- the options are not looked up among the functions that workers have declared.
 -- name: submit_plain
 select id::pg_catalog.text
 from tasklib.submit(
     id => $1::pg_catalog.uuid, name => $2::pg_catalog.text, kwargs => $3::pg_catalog.text::pg_catalog.jsonb,
-    queue => $4::pg_catalog.text, priority => 0, max_retries => 3, timeout_seconds => 'infinity', store_result => true)
+    queue => $4::pg_catalog.text, resolved => true)
 where existed;
 
 
@@ -153,7 +155,7 @@ select promoted, next_due_seconds from tasklib.promote();
 -- name: promotable
 select id from tasklib.tasks
  where due_at <= (select clock_timestamp()) and not ready and pending_parents = 0
-   and (expires_at is null or expires_at > clock_timestamp()) and id <> all($1::uuid[])
+   and coalesce(least(expires_at, deadline_at) > clock_timestamp(), true) and id <> all($1::uuid[])
  order by due_at
  limit 1000;
 
@@ -162,11 +164,11 @@ select id from tasklib.tasks
 -- name: promote_given
 with due as (
     update tasklib.tasks
-       set ready = true, due_at = expires_at
+       set ready = true, due_at = least(expires_at, deadline_at)
      where id = any(array(
          select id from tasklib.tasks
           where id = any($1::uuid[]) and due_at <= clock_timestamp() and not ready and pending_parents = 0
-            and (expires_at is null or expires_at > clock_timestamp())
+            and coalesce(least(expires_at, deadline_at) > clock_timestamp(), true)
           for update skip locked))
     returning queue
 )
@@ -181,7 +183,7 @@ select tasklib.expire();
 -- The tasks that have expired, without those that are set aside ($1): see `promotable`.
 -- name: expirable
 select id from tasklib.tasks
- where due_at <= (select clock_timestamp()) and expires_at <= clock_timestamp() and id <> all($1::uuid[])
+ where due_at <= (select clock_timestamp()) and least(expires_at, deadline_at) <= clock_timestamp() and id <> all($1::uuid[])
  order by due_at
  limit 1000;
 
@@ -190,11 +192,11 @@ select id from tasklib.tasks
 -- name: expire_given
 with expired as (
     update tasklib.tasks
-       set state = 'expired', ready = false, due_at = null, next_retry_at = null, completed_at = clock_timestamp(),
-           error_code = 'EXPIRED', error = coalesce(error, 'Expired: not started before ' || expires_at)
+       set (state, error_code, error) = (select * from tasklib.ended_late(expires_at, deadline_at, error)),
+           ready = false, due_at = null, next_retry_at = null, completed_at = clock_timestamp()
      where id = any(array(
          select id from tasklib.tasks
-          where id = any($1::uuid[]) and due_at <= clock_timestamp() and expires_at <= clock_timestamp()
+          where id = any($1::uuid[]) and due_at <= clock_timestamp() and least(expires_at, deadline_at) <= clock_timestamp()
           for update skip locked))
     returning 1
 )

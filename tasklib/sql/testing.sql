@@ -27,7 +27,7 @@ delete from tasklib.workers;
 update tasklib.tasks
    set created_at = created_at - passed.time, scheduled_at = scheduled_at - passed.time,
        next_retry_at = next_retry_at - passed.time, expires_at = expires_at - passed.time,
-       due_at = due_at - passed.time
+       deadline_at = deadline_at - passed.time, due_at = due_at - passed.time
   from (select $1::double precision * interval '1 second') as passed (time)
  where state = 'pending' or next_retry_at is not null;
 
@@ -42,7 +42,8 @@ select clock_timestamp();
 -- name: hold
 update tasklib.tasks as task
    set created_at = created_at + held.time, scheduled_at = scheduled_at + held.time,
-       next_retry_at = next_retry_at + held.time, expires_at = expires_at + held.time, due_at = due_at + held.time
+       next_retry_at = next_retry_at + held.time, expires_at = expires_at + held.time,
+       deadline_at = deadline_at + held.time, due_at = due_at + held.time
   from (select id, statement_timestamp() - greatest(created_at, $1::timestamptz)
           from tasklib.tasks
          where state = 'pending' or next_retry_at is not null) as held (id, time)

@@ -60,22 +60,25 @@ delete from tasklib.workers as worker
 -- those that were not declared for a day, so that a restart writes nothing. In the order of the names, so that two workers cannot
 -- deadlock.
 -- name: declare
-insert into tasklib.task_functions (name, queue, priority, max_retries, timeout_seconds, store_result, on_crash)
-select name, queue, priority, max_retries, timeout_seconds, store_result, on_crash
+insert into tasklib.task_functions (
+    name, queue, priority, max_retries, timeout_seconds, store_result, on_crash, deadline_seconds, own)
+select name, queue, priority, max_retries, timeout_seconds, store_result, on_crash, deadline_seconds, own
   from jsonb_to_recordset($1::jsonb) as given (
         name text, queue text, priority integer, max_retries integer, timeout_seconds double precision,
-        store_result boolean, on_crash text)
+        store_result boolean, on_crash text, deadline_seconds double precision, own text[])
  where not exists (
         select from tasklib.task_functions as known
          where known.name = given.name and known.seen_at > clock_timestamp() - interval '1 day'
-           and (known.queue, known.priority, known.max_retries, known.timeout_seconds, known.store_result, known.on_crash)
+           and (known.queue, known.priority, known.max_retries, known.timeout_seconds, known.store_result, known.on_crash,
+                known.deadline_seconds, known.own)
                is not distinct from
-               (given.queue, given.priority, given.max_retries, given.timeout_seconds, given.store_result, given.on_crash))
+               (given.queue, given.priority, given.max_retries, given.timeout_seconds, given.store_result, given.on_crash,
+                given.deadline_seconds, given.own))
  order by name
 on conflict (name) do update
-   set (queue, priority, max_retries, timeout_seconds, store_result, on_crash, seen_at)
+   set (queue, priority, max_retries, timeout_seconds, store_result, on_crash, deadline_seconds, own, seen_at)
      = (excluded.queue, excluded.priority, excluded.max_retries, excluded.timeout_seconds, excluded.store_result,
-        excluded.on_crash, excluded.seen_at);
+        excluded.on_crash, excluded.deadline_seconds, excluded.own, excluded.seen_at);
 
 
 -- Deletes the options of functions that no worker has declared for a long time: a renamed function leaves its old row behind.

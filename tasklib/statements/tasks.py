@@ -6,6 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from uuid import UUID
 
+from pydantic_core import to_json
+
 from tasklib.errors import InvalidArguments, InvalidOptions
 from tasklib.ids import TaskId
 from tasklib.options import check_flag, check_moment, check_text, check_whole, checked_options
@@ -66,9 +68,9 @@ class Statements:
             )
         all_parameters = (
             task.id, task.name, task.args, task.kwargs, terms.queue, terms.priority, terms.delay_seconds,
-            _iso(terms.scheduled_at), _iso(terms.expires_at),
-            terms.value("max_retries", self._defaults), terms.value("timeout_seconds", self._defaults),
+            _iso(terms.scheduled_at), _iso(terms.expires_at), terms.max_retries, terms.timeout_seconds,
             terms.tags, terms.idempotency_key, terms.store_result, terms.on_crash,
+            _iso(terms.deadline_at), terms.deadline_seconds, to_json(terms.otherwise(self._defaults)).decode(),
         )  # fmt: skip
         return Statement(self._sql["submit"], all_parameters, read, is_qualified=True)
 

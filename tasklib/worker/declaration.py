@@ -11,6 +11,7 @@ import psycopg
 from tasklib.clock import time
 from tasklib.database_errors import is_connection_lost
 from tasklib.log import log
+from tasklib.options import QUEUE_OPTIONS
 from tasklib.runtime.bad_rows import first_line
 
 if TYPE_CHECKING:
@@ -48,17 +49,21 @@ class Declaration:
         self._declared = functions
 
     def _options(self, function: TaskFunction[..., Any]) -> dict[str, Any]:
-        """This worker's Config gives the options that the function leaves open, because SQL has no Config."""
+        """This worker's Config gives the options that the function leaves open, because SQL has no Config. `own` are
+        those that the function itself gives, so that a default of the queue does not replace them.
+        """
         config, own = self._basis.config, function.task_options
         timeout = own.timeout_seconds
         return {
             "name": function.name,
             "queue": own.queue,
-            "priority": own.priority,
+            "priority": own.priority or 0,
             "max_retries": config.max_retries if own.max_retries is None else own.max_retries,
             "timeout_seconds": config.default_task_timeout_seconds if timeout is None else timeout,
             "store_result": own.store_result,
             "on_crash": own.on_crash,
+            "deadline_seconds": own.deadline_seconds,
+            "own": sorted(option for option in QUEUE_OPTIONS if getattr(own, option) is not None),
         }
 
     def _log(self, error: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasklib.clock import time
-from tasklib.outcomes import HeldTask, TaskInterrupt
+from tasklib.outcomes import HeldTask, TaskInterrupt, seconds_for, starts_by
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -57,6 +58,9 @@ class Execution:
     def __init__(self, claimed: ClaimedTask, function: TaskFunction[..., Any] | None, is_coroutine: bool) -> None:
         self.claimed = claimed
         self.task: HeldTask = _as_function_says(claimed.held, function)
+        if self.task.deadline_at is not None:
+            self._held_since = time.monotonic()  # after `claimed_at`, so what is left is never reckoned too short
+            self.task = self.task._replace(expires_at=starts_by(self.task))
         self.function = function
         self.is_coroutine = is_coroutine
         self.locked_since = claimed.held.claimed_at
@@ -139,7 +143,12 @@ class Execution:
         return self.task.expires_at is not None and now >= self.task.expires_at
 
     def begin(self, delta_seconds: float) -> None:
+        """The time that is left until the deadline of all attempts is this attempt's timeout, if it is shorter."""
         self.started = time.monotonic()
+        if self.task.deadline_at is not None:
+            now = self.task.claimed_at + timedelta(seconds=self.started - self._held_since)
+            self.task = self.task._replace(timeout_seconds=seconds_for(self.task, now))
+            self.claimed = self.claimed._replace(held=self.task)  # for a process of its own
         if self.task.timeout_seconds is not None:
             self.deadline = self.started + self.task.timeout_seconds
             self.timeout_limit = self.deadline + delta_seconds

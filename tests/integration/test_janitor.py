@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.postgres_versions
 
-NEVER = Retention(completed_seconds=None, failed_seconds=None, states_seconds=None)
+NEVER = Retention(completed_seconds=None, failed_seconds=None, states_seconds=None, audit_seconds=None)
 FIRST, LAST = UUID(int=0), UUID(int=2**128 - 1)
 
 
@@ -217,3 +217,37 @@ def test_the_ranges_leave_out_what_cannot_be_old() -> None:
     assert future > id_of(-0.9)
     assert Retention(completed_seconds=None).ranges(now)[0][1] < id_of(89.9)
     assert NEVER.ranges(now) == []
+
+
+@pytest.mark.parametrize(("kept_seconds", "left"), [(365 * DAY_SECONDS, 1), (400 * DAY_SECONDS, 2), (None, 3)])
+def test_the_audit_is_kept_as_long_as_said(
+    conn: Conn, pass_once: Callable[[Retention], int], kept_seconds: float | None, left: int
+) -> None:
+    """None: for ever."""
+    conn.execute(
+        """insert into tasklib.task_transitions (at, actor, verb)
+           select now() - days * interval '1 day', 'a', 'v' from unnest(array[364, 366, 500]) as days"""
+    )
+    pass_once(Retention(None, None, None, audit_seconds=kept_seconds))
+    assert conn.execute("select count(*) from tasklib.task_transitions").fetchall() == [(left,)]
+
+
+def test_a_queue_has_a_retention_of_its_own(conn: Conn, pass_once: Callable[[Retention], int]) -> None:
+    """For all its finished tasks, shorter or longer than the daemon's. Buried tasks stay, and so do other queues."""
+    for queue, days in (("short", 1), ("long", 1000), ("plain", None)):
+        conn.execute("insert into tasklib.queues (name, retention_days) values (%s, %s)", [queue, days])
+    states = ("completed", "cancelled", "expired", "failed", "buried")
+    ages = {queue: [keep(conn, state, 31, queue=queue) for state in states] for queue in ("short", "long", "plain")}
+    young = keep(conn, "failed", 0.9, queue="short")
+    pass_once(Retention(completed_seconds=30 * DAY_SECONDS, failed_seconds=None))
+    left = {row[0] for row in conn.execute("select id from tasklib.tasks")}
+    assert left == {ages["short"][4], young, *ages["long"], *ages["plain"][3:]}
+
+
+def test_a_queue_is_pruned_where_nothing_else_is(conn: Conn, pass_once: Callable[[Retention], int]) -> None:
+    """The daemon keeps everything for ever."""
+    conn.execute("insert into tasklib.queues (name, retention_days) values ('short', 1)")
+    keep(conn, "completed", 2, queue="short")
+    kept = keep(conn, "completed", 2)
+    pass_once(Retention(None, None))
+    assert conn.execute("select id from tasklib.tasks").fetchall() == [(kept,)]

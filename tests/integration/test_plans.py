@@ -151,7 +151,7 @@ def test_submit_touches_a_few_pages(conn: Conn, plan_mode: str, key: str) -> Non
     name = "'rare'" if key == "'key-500000'" else "'fresh'"
     arguments = [
         "null", name, "'{}'", """'{"to": "someone@example.com"}'""", "'default'", "0", "0", "null", "null", "3",
-        "null", "'{}'", key, "true", "'retry'",
+        "null", "'{}'", key, "true", "'retry'", "null", "null", "'{}'",
     ]  # fmt: skip
     with conn.transaction(force_rollback=True):
         plan = explain(conn, plan_mode, "submit", *arguments)

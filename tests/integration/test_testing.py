@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.support.raw_sql import Conn
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
-TIMES = ("created_at", "scheduled_at", "next_retry_at", "expires_at", "due_at")
+TIMES = ("created_at", "scheduled_at", "next_retry_at", "expires_at", "deadline_at", "due_at")
 
 
 class Address(BaseModel):
@@ -247,6 +247,7 @@ def test_options_are_compared_where_they_are_given(tasklib_queue: Queue) -> None
     options = tasklib.SubmitOptions(
         queue="mail", priority=7, scheduled_at=soon, expires_at=soon + timedelta(days=1), tags={"a": [1], "b": 2},
         max_retries=9, idempotency_key="key", timeout_seconds=4, on_crash="fail", store_result=False,
+        deadline_seconds=60,
     )  # fmt: skip
     add.options(**options).submit_sync(1)
     near: Any = {**options, "scheduled_at": soon + timedelta(seconds=0.5), "tags": {"a": [1]}}
@@ -255,7 +256,8 @@ def test_options_are_compared_where_they_are_given(tasklib_queue: Queue) -> None
     for other in (
         {"queue": "default"}, {"priority": 0}, {"scheduled_at": soon + timedelta(seconds=5)}, {"delay_seconds": 3590},
         {"expires_at": soon}, {"tags": {"a": [2]}}, {"tags": {"c": 1}}, {"max_retries": 3}, {"idempotency_key": "k"},
-        {"timeout_seconds": 5}, {"on_crash": "retry"}, {"store_result": True},
+        {"timeout_seconds": 5}, {"on_crash": "retry"}, {"store_result": True}, {"deadline_seconds": 50},
+        {"deadline_at": soon},
     ):  # fmt: skip
         tasklib_queue.assert_not_submitted(add, **other)
 

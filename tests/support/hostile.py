@@ -28,6 +28,7 @@ grant execute on all functions in schema tasklib to {DAEMON};
 grant execute on function tasklib.submit, tasklib.submit_many, tasklib.backlog, tasklib.queue_statistics,
     tasklib.task_statistics to {WEB};
 grant select, update on tasklib.tasks to {WEB};
+grant insert on tasklib.task_transitions to {WEB};
 grant select, insert on tasklib.attempts, tasklib.folded_attempts to {WEB};
 """
 

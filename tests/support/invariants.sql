@@ -147,7 +147,7 @@ having count(distinct id) > 1;
 
 -- Given up only with the retries used up, or when told not to retry; by a crash, or because its worker stopped under it,
 -- only where the task asked for that.
--- Expired only after its time, buried only with a strike. And the last attempt knew that it was the last.
+-- By its deadline only if it had one, and no later than a retry's longest pause before it. Expired only after its time, buried only with a strike. And the last attempt knew that it was the last.
 -- name: I21 given up only with a reason
 select task.id, task.state, task.error_code
 from tasklib.tasks as task
@@ -155,12 +155,13 @@ left join tasklib.task_attempts as last on last.task_id = task.id and last.attem
 where task.completed_at is not null
   and case task.state
       when 'failed' then
-          last.will_retry
+          task.error_code = 'DEADLINE_PASSED' and coalesce(task.deadline_at > task.completed_at + interval '1 hour', true)
+          or task.error_code <> 'DEADLINE_PASSED' and (last.will_retry
           or last.attempt is null
           or task.retry_count < task.max_retries
              and task.error_code not in ('FAILED', 'INVALID_ARGUMENTS', 'UNKNOWN_TASK', 'UNSTORABLE')
              and not (task.on_crash is not distinct from 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED'))
-          or task.on_crash is distinct from 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED')
+          or task.on_crash is distinct from 'fail' and last.outcome in ('WORKER_FAILURE', 'LEASE_LOST', 'INTERRUPTED'))
       when 'expired' then task.expires_at is null or task.completed_at < task.expires_at
       when 'buried' then task.strikes < 1
       when 'completed' then last.outcome is distinct from 'COMPLETED' or last.will_retry

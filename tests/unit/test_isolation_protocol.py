@@ -60,6 +60,7 @@ held = st.builds(
     claimed_at=moments,
     started_at=st.none() | moments,
     expires_at=st.none() | moments,
+    deadline_at=st.none() | moments,
     cancel_asked_at=st.none() | moments,
 )
 claimed = st.builds(

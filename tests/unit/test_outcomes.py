@@ -36,6 +36,8 @@ from tasklib.outcomes import (
     TimedOut,
     TimeoutInterrupt,
     decide,
+    seconds_for,
+    starts_by,
 )
 from tasklib.retry import MAX_DELAY_SECONDS, Exponential, Fixed, Linear
 from tasklib.states import TRANSITIONS, State
@@ -194,6 +196,81 @@ def test_what_expired_in_the_buffer_ends_without_an_attempt() -> None:
     assert (settlement.state, settlement.outcome, settlement.due_at) == (State.EXPIRED, None, None)
     assert settlement.problem is not None
     assert settlement.problem.code == "EXPIRED"
+
+
+# --- the deadline of all attempts ---
+
+
+def of_deadline(settlement: Settlement) -> bool:
+    return settlement.problem is not None and settlement.problem.code == "DEADLINE_PASSED"
+
+
+@pytest.mark.parametrize(("left", "is_late"), [(4.9, True), (5.0, True), (5.1, False)])
+def test_a_retry_at_the_deadline_or_after_it_is_not_scheduled(left: float, is_late: bool) -> None:
+    """The first retry comes after 5 s. The error names both times, and keeps what went wrong."""
+    settlement = decide(replace(RUNNING, deadline_at=after(left)), Failed(PROBLEM), NOW, RULES)
+    assert settlement.state == State.FAILED
+    assert settlement.outcome == "FAILED"
+    assert (settlement.is_retry, settlement.goes_on, of_deadline(settlement)) == (not is_late, not is_late, is_late)
+    if is_late:
+        assert settlement.problem is not None
+        assert str(after(5)) in settlement.problem.message
+        assert str(after(left)) in settlement.problem.message
+        assert PROBLEM.message in settlement.problem.message
+        assert PROBLEM.text in settlement.problem.text
+
+
+def test_a_task_without_retries_fails_by_itself() -> None:
+    """Its deadline has nothing to do with it."""
+    task = replace(RUNNING, deadline_at=after(1), max_retries=0)
+    assert decide(task, Failed(PROBLEM), NOW, RULES).problem == PROBLEM
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_an_attempt_that_ran_into_the_deadline_is_the_last(retries: int) -> None:
+    """Whatever retries are left. One that ran into its own timeout is retried while there is time."""
+    task = replace(RUNNING, max_retries=retries, deadline_at=NOW)
+    settlement = decide(task, TimedOut(PROBLEM), NOW, RULES)
+    assert (settlement.state, settlement.outcome, settlement.goes_on) == (State.FAILED, "TIMED_OUT", False)
+    assert of_deadline(settlement)
+    assert decide(replace(RUNNING, deadline_at=after(60)), TimedOut(PROBLEM), NOW, RULES).is_retry
+
+
+@pytest.mark.parametrize("outcome", [Snoozed(60), Interrupted(began=True), Interrupted(began=False), DIED])
+def test_nothing_goes_on_past_its_deadline(outcome: Outcome) -> None:
+    """Neither after a snooze, nor given back, nor after a crash."""
+    settlement = decide(replace(RUNNING, deadline_at=NOW), outcome, NOW, RULES)
+    assert (settlement.state, settlement.goes_on) == (State.FAILED, False)
+    assert of_deadline(settlement)
+    assert decide(replace(RUNNING, deadline_at=after(61)), outcome, NOW, RULES).goes_on
+
+
+@pytest.mark.parametrize(
+    ("expires", "deadline", "code"), [(0, None, "EXPIRED"), (None, 0, "DEADLINE_PASSED"), (-1, 0, "EXPIRED"),
+                                      (0, -1, "DEADLINE_PASSED"), (0, 0, "DEADLINE_PASSED")]
+)  # fmt: skip
+def test_what_was_not_started_in_time_ends_by_the_earlier_limit(
+    expires: int | None, deadline: int | None, code: str
+) -> None:
+    limits = [None if each is None else after(each) for each in (expires, deadline)]
+    task = replace(CLAIMED, expires_at=limits[0], deadline_at=limits[1])
+    assert starts_by(task) == min(each for each in limits if each is not None)
+    settlement = decide(task, Expired(), NOW, RULES)
+    assert settlement.outcome is None
+    assert settlement.problem is not None
+    assert settlement.problem.code == code
+    assert settlement.state == (State.EXPIRED if code == "EXPIRED" else State.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "left", "seconds"), [(None, None, None), (5.0, None, 5.0), (None, 3, 3.0), (5.0, 3, 3.0), (2.0, 3, 2.0),
+                                     (5.0, -1, 0.0)]
+)  # fmt: skip
+def test_an_attempt_may_take_its_timeout_or_what_is_left(
+    timeout: float | None, left: int | None, seconds: float | None
+) -> None:
+    task = replace(CLAIMED, timeout_seconds=timeout, deadline_at=None if left is None else after(left))
+    assert seconds_for(task, NOW) == seconds
 
 
 @pytest.mark.parametrize("suspect", [True, False])
@@ -440,6 +517,7 @@ tasks = st.builds(
     started_at=st.none() | moments,
     expires_at=st.none() | moments,
     cancel_asked_at=st.none() | st.none() | moments,
+    deadline_at=st.none() | moments,
 )
 outcomes = st.one_of(
     st.builds(Completed, st.none() | st.just("{}")),

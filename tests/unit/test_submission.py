@@ -138,13 +138,17 @@ def test_json_for_many_leaves_out_what_is_default() -> None:
 
     assert sent(plain, max_retries=3) == {"id": plain.id.hex, "name": "ping", "kwargs": {}, "resolved": True}
     other = sent(plain, max_retries=7, timeout_seconds=9.0)
-    assert (other["max_retries"], other["timeout_seconds"]) == (7, 9.0)
+    assert other["otherwise"] == {"max_retries": 7, "timeout_seconds": 9.0}
+    said = sent(ping.options(priority=0, max_retries=3).new(), max_retries=7)
+    assert (said["priority"], said["max_retries"]) == (0, 3), "the queue may have other defaults"
+    assert "otherwise" not in said
     every = ping.options(
         queue="q", priority=-1, scheduled_at=SOON, expires_at=SOON, max_retries=3, timeout_seconds=2,
-        tags={"a": [1]}, idempotency_key='"k"', store_result=False, on_crash="fail",
+        deadline_seconds=5, tags={"a": [1]}, idempotency_key='"k"', store_result=False, on_crash="fail",
     ).new()  # fmt: skip
     assert sent(every) == {
         "id": every.id.hex, "name": "ping", "kwargs": {}, "queue": "q", "priority": -1, "tags": {"a": [1]},
         "scheduled_at": "2030-01-01T00:00:00Z", "expires_at": "2030-01-01T00:00:00Z", "timeout_seconds": 2.0,
+        "max_retries": 3, "deadline_seconds": 5.0,
         "idempotency_key": '"k"', "store_result": False, "on_crash": "fail", "resolved": True,
     }  # fmt: skip

@@ -39,7 +39,8 @@ as $$
                  limit $2) as counted
     ) + (
         select count(*)
-          from (select task.queue, task.ready, task.pending_parents, task.expires_at from tasklib.tasks as task
+          from (select task.queue, task.ready, task.pending_parents, least(task.expires_at, task.deadline_at) as expires_at
+                  from tasklib.tasks as task
                  where task.due_at <= (select clock_timestamp())
                  order by task.due_at limit $2) as due
          where not due.ready and due.pending_parents = 0 and (due.expires_at is null or due.expires_at > clock_timestamp())

@@ -1,4 +1,5 @@
--- Ends waiting tasks that were not started before their expires_at. Answers how many.
+-- Ends waiting tasks that were not started before their expires_at, as expired, or before their deadline_at, as failed. If both have
+-- passed, the earlier one counts. Answers how many.
 create or replace function tasklib.expire() returns bigint
     language sql
     set search_path = pg_catalog, pg_temp
@@ -7,11 +8,11 @@ create or replace function tasklib.expire() returns bigint
 as $$
     with expired as (
         update tasklib.tasks
-           set state = 'expired', ready = false, due_at = null, next_retry_at = null, completed_at = clock_timestamp(),
-               error_code = 'EXPIRED', error = coalesce(error, 'Expired: not started before ' || expires_at)
+           set (state, error_code, error) = (select * from tasklib.ended_late(expires_at, deadline_at, error)),
+               ready = false, due_at = null, next_retry_at = null, completed_at = clock_timestamp()
          where id = any(array(
              select id from tasklib.tasks
-              where due_at <= (select clock_timestamp()) and expires_at <= clock_timestamp()
+              where due_at <= (select clock_timestamp()) and least(expires_at, deadline_at) <= clock_timestamp()
               order by due_at
               limit 1000
               for update skip locked))

@@ -13,11 +13,11 @@ declare
 begin
     with due as (
         update tasklib.tasks
-           set ready = true, due_at = expires_at
+           set ready = true, due_at = least(expires_at, deadline_at)
          where id = any(array(
              select id from tasklib.tasks
               where due_at <= (select clock_timestamp()) and not ready and pending_parents = 0
-                and (expires_at is null or expires_at > clock_timestamp())
+                and coalesce(least(expires_at, deadline_at) > clock_timestamp(), true)
               order by due_at
               limit 1000
               for update skip locked))

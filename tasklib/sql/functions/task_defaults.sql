@@ -15,7 +15,7 @@ begin
     if new.state = 'pending' or new.next_retry_at is not null then
         new.due_at := coalesce(new.due_at, least(
             case when not new.ready and new.pending_parents = 0 then coalesce(new.next_retry_at, new.scheduled_at) end,
-            new.expires_at));
+            new.expires_at, new.deadline_at));
     end if;
     if new.state in ('claimed', 'running') then
         new.claimed_at := coalesce(new.claimed_at, new.started_at, clock_timestamp());
@@ -40,5 +40,5 @@ create or replace trigger task_defaults before insert on tasklib.tasks
     for each row when (
         new.ready is null or new.idempotency_key is not null or new.payload_digest is not null
         or new.due_at is null and (new.state = 'pending' or new.next_retry_at is not null)
-            and (not new.ready or new.expires_at is not null))
+            and (not new.ready or coalesce(new.expires_at, new.deadline_at) is not null))
     execute function tasklib.task_defaults();
