@@ -104,10 +104,6 @@ begin
             perform tasklib.refuse_unknown_queue(submit.queue);
         end if;
     end if;
-    submit.priority := coalesce(submit.priority, queue_priority, last_priority);
-    submit.max_retries := coalesce(submit.max_retries, queue_retries, last_retries);
-    submit.timeout_seconds := nullif(coalesce(submit.timeout_seconds, queue_timeout, last_timeout), 'infinity');
-    submit.store_result := coalesce(submit.store_result, true);
     -- A second try is needed only if the earlier task was deleted in between. The tries are bounded, because a unique index
     -- or a trigger that is not ours may refuse the row in silence.
     for attempt in 1..10 loop
@@ -115,11 +111,13 @@ begin
             id, name, args, kwargs, queue, priority, created_at, scheduled_at, ready, due_at, expires_at,
             max_retries, timeout_seconds, tags, idempotency_key, store_result, on_crash, deadline_at, audited)
         values (
-            submit.id, submit.name, submit.args, submit.kwargs, submit.queue, submit.priority,
-            submitted_at, starts_at, starts_at <= submitted_at,
+            submit.id, submit.name, submit.args, submit.kwargs, submit.queue,
+            coalesce(submit.priority, queue_priority, last_priority), submitted_at, starts_at, starts_at <= submitted_at,
             least(case when starts_at > submitted_at then starts_at end, submit.expires_at, submit.deadline_at),
-            submit.expires_at, submit.max_retries::tasklib.given_retries, submit.timeout_seconds::tasklib.given_timeout,
-            submit.tags, submit.idempotency_key, submit.store_result, submit.on_crash::tasklib.given_crash_policy,
+            submit.expires_at, coalesce(submit.max_retries, queue_retries, last_retries)::tasklib.given_retries,
+            nullif(coalesce(submit.timeout_seconds, queue_timeout, last_timeout), 'infinity')::tasklib.given_timeout,
+            submit.tags, submit.idempotency_key, coalesce(submit.store_result, true),
+            submit.on_crash::tasklib.given_crash_policy,
             submit.deadline_at::tasklib.moment, is_audited)
         on conflict do nothing;
         if found then

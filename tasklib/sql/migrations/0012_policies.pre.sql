@@ -148,9 +148,15 @@ alter table tasklib.tasks
     add column deadline_at timestamptz,  -- a domain with a CHECK would rewrite the table
     add column audited boolean;
 
--- The bounds that a domain would give it. Not valid, so that no row is read.
-alter table tasklib.tasks add constraint tasks_deadline_in_calendar
-    check (deadline_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00') not valid;
+-- The bounds that a domain would give it, in the CHECK that bounds the other times: one more CHECK would be read and compiled for
+-- each statement, 3 us of a submit. Not valid, so that no row is read.
+alter table tasklib.tasks
+    drop constraint tasks_times_in_calendar,
+    add constraint tasks_times_in_calendar check (
+        least(started_at, completed_at, claimed_at, locked_until, cancel_asked_at, resolved_at, deadline_at)
+            >= '0001-01-02 00:00:00+00'
+        and greatest(started_at, completed_at, claimed_at, locked_until, cancel_asked_at, resolved_at, deadline_at)
+            <= '9999-12-30 00:00:00+00') not valid;
 
 comment on column tasklib.tasks.deadline_at is 'the end of the time for all attempts together';
 comment on column tasklib.tasks.audited is 'every change of its state is written to task_transitions';
