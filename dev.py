@@ -66,6 +66,7 @@ BY_TEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup")
 DAEMON_CAMPAIGNS = (
     "kills", "suspects", "supervisors", "freeze", "hostile-tasks", "rolling", "outage", "failover", "connections",
     "locks", "bad-rows", "torn-reads", "many-queues", "idle", "counters", "scrapes", "punctual",
+    "policies",
 )  # fmt: skip
 CODE = ("tasklib", "tasklib_pytest.py", "daemon", "grafana", "tests", "tools", "bench", "examples", "dev.py")
 PROSE = (

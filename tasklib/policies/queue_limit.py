@@ -38,7 +38,9 @@ class QueueLimit:
         self.waiting = 0  # in the buffer, also those that have to be prepared first
         self.own = 0  # the most that may execute
         self.held = 0  # permits, by the last answer; more than `own` while too many execute
+        self.asked = 0  # permits, by the last question that was answered: for the others it is hungry if it got fewer
         self.may_have_more = False  # tasks are ready in the queue
+        self.seen = 0  # so many were ready at the last look; since then none was claimed
         self.grants = 0
         self.grants_until = -math.inf
         self.blocked_until = -math.inf  # the rate or the cap leaves nothing before that
@@ -122,13 +124,13 @@ class QueueLimit:
         if not self.policy.has_cap:
             return None
         usable = self.executing + max(free_slots, 0)
-        more = self.slots if self.may_have_more else seen
+        more = self.slots if self.may_have_more else max(seen, self.seen)
         wants = min(self.executing + self.waiting + more, usable, self.slots)
         if self.policy.max_per_worker is not None:
             wants = min(wants, self.policy.max_per_worker)
         if self.is_paused:
             wants = 0
-        if wants >= self.own:
+        if wants >= max(self.own, self.asked):
             self._unused_since = math.inf
         elif self._unused_since == math.inf:
             self._unused_since = now
@@ -143,12 +145,12 @@ class QueueLimit:
             return True
         if wants > self.own:
             return now >= self.ask_at
-        if wants < self.own:
+        if wants < max(self.own, self.asked):
             return now - self._unused_since >= UNUSED_SECONDS
         return self.own > 0 and now >= self.ask_at
 
     def note_permits(self, question: PermitQuestion, permits: int, target: int, now: float) -> None:
-        self.held = permits
+        self.held, self.asked = permits, question.wants
         self.own = min(permits, target)
         self._unused_since = math.inf
         if self.own < question.wants:
@@ -157,12 +159,18 @@ class QueueLimit:
             if not self.own:
                 self.blocked_until = self.ask_at
         else:
-            self.ask_at = now + USING_ALL_SECONDS
+            self.ask_at = now + USING_ALL_SECONDS if self.own else -math.inf
             self._hungry_pause = HUNGRY_SECONDS[0]
 
+    def lose_permits(self) -> None:
+        """The database knows of none."""
+        self.own = self.held = self.asked = 0
+        self.ask_at = -math.inf
+
     def hear_ring(self) -> None:
-        """Permits may have become free, or tasks have come."""
-        self.may_have_more = True
+        """Permits may have become free, or tasks have come. A worker that runs none of them looks for tasks first."""
+        if self.own or self.executing:
+            self.may_have_more = True
         if self.policy.has_cap and self.own < self.slots:
             self.ask_at = -math.inf
             if self.policy.starts_per_second is None:
@@ -208,12 +216,13 @@ class QueueLimit:
         moments = []
         if self.blocked_until > now:
             moments.append(self.blocked_until)
-        elif self.policy.has_cap and self.own < self.slots and (self.waiting or self.may_have_more):
+        elif self.policy.has_cap and self.own < self.slots and (self.waiting or self.may_have_more or self.seen):
             moments.append(self.ask_at)
         if self.own:
-            moments.append(min(self.ask_at, self._unused_since + UNUSED_SECONDS))
-            if self.executing < self.own and self._unused_since == math.inf:
-                moments.append(now + UNUSED_SECONDS)
+            moments.append(self.ask_at)
+        is_wish_over = self.asked > self.own and not (self.waiting or self.may_have_more or self.seen)
+        if self.executing < self.own or is_wish_over:
+            moments.append(min(self._unused_since, now) + UNUSED_SECONDS)
         if self.policy.starts_per_second is not None and self.waiting and self.blocked_until <= now:
             moments.append(max(self.grants_until, now + 0.001) if self.grants else now)
         if self.succeeded or self.failed:

@@ -88,7 +88,7 @@ class LimitedQueues:
             limit.blocked_until = limit.ask_at = -math.inf
             limit.clear()
             if not limit.policy.has_cap:
-                limit.own = limit.held = 0
+                limit.lose_permits()
         self.cluster = limits.pop(ALL_QUEUES, None)
         self.by_queue = limits
         self._count(executing)

@@ -76,10 +76,12 @@ class PolicyWatch:
         self.policies = self._session.run(self._statements.policies())
         self._served.set_policies(self.policies)
         with self._buffer.lock:
-            self._uncapped.update(limit.policy.queue for limit in self._limits.all() if limit.held)
+            self._uncapped.update(limit.policy.queue for limit in self._limits.all() if limit.held or limit.asked)
         self._buffer.set_policies(self.policies.limited())
         with self._buffer.lock:
-            self._uncapped.difference_update(limit.policy.queue for limit in self._limits.all() if limit.held)
+            self._uncapped.difference_update(
+                limit.policy.queue for limit in self._limits.all() if limit.held or limit.asked
+            )
         self._note_pauses()
         self._buffer.wake_runners()
 
@@ -92,8 +94,7 @@ class PolicyWatch:
         self._known_as = self._lease.worker_id
         with self._buffer.lock:
             for limit in self._limits.all():
-                limit.own = limit.held = 0
-                limit.ask_at = -math.inf
+                limit.lose_permits()
 
     def _note_pauses(self) -> None:
         """A pause may end by itself."""
@@ -142,7 +143,8 @@ class PolicyWatch:
     def _open_poor(self, poor: Mapping[str, LimitedQueue], most: int) -> None:
         seen = self._session.run(self._statements.seen([*poor], self._served.names(), most)) if most else {}
         for queue, limit in poor.items():
-            limit.may_have_more = seen.get(queue, 0) >= max(most, 1)
+            limit.seen = seen.get(queue, 0)
+            limit.may_have_more = limit.seen >= max(most, 1)
             if queue in seen:
                 self._ask(limit, seen[queue])
 
@@ -156,7 +158,7 @@ class PolicyWatch:
         with self._buffer.lock:
             limit = self._limits.by_queue.get(queue)
             if limit is not None:
-                limit.may_have_more = not is_short
+                limit.may_have_more, limit.seen = not is_short, 0
         if limit is not None:
             self._ask(limit)
 
@@ -210,7 +212,7 @@ class PolicyWatch:
             if worker_id != self._lease.worker_id:
                 return
             if answer.permits is None or answer.target is None:  # the cap is gone: the policies will say so, too
-                limit.own, limit.held = 0, 0
+                limit.lose_permits()
                 limit.ask_at = now + READ_EVERY_SECONDS
                 self._read_at = -math.inf
                 return

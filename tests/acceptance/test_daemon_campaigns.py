@@ -161,3 +161,14 @@ def test_many_queues_names_and_large_arguments_are_served() -> None:
     small = "--queues 300 --tasks 600 --large 4 --names 200 --round-trips 10"
     said = run("many_queues", f"{small} --least-share 0 --default-seconds 60 --more-seconds 10")
     assert "all bounds hold" in said
+
+
+@pytest.mark.slow
+@pytest.mark.direct
+def test_policies_hold_though_workers_are_killed_and_policies_change() -> None:
+    """By a journal outside the database: caps, rates, pauses and breakers. The long run judges how well permits are
+    used.
+    """
+    short = "--tasks 600 --workers 2 --chaos-seconds 6 --quiet-seconds 1 --step-seconds 0.3 --no-restarts"
+    said = run("policies", f"{short} --least-use 0 --drain-seconds 60")
+    assert "all invariants hold" in said

@@ -87,10 +87,10 @@ class Campaign:
         self.lines: list[dict[str, Any]] = []  # of daemons that have ended
         self._ends: dict[str, contextlib.ExitStack] = {}
         self._pids: dict[str, int] = {}
-        server = Server(scratch / "postgres")
-        server.start()
-        stack.callback(server.stop, "fast")
-        self.dsn = server.dsn
+        self.server = Server(scratch / "postgres")
+        self.server.start()
+        stack.callback(self.server.stop, "fast")
+        self.dsn = self.server.dsn
         migrate.migrate(tasklib.Config(self.dsn))
         self.conn: Conn = stack.enter_context(connect(self.dsn))
         self.conn.execute(daemon_app.MAKE_EFFECTS)

@@ -37,22 +37,23 @@ def attempt() -> int:
     return tasklib.current_task().attempt
 
 
-def _note(event: str) -> None:
+def note(event: str) -> None:
     current = tasklib.current_task()
     assert isinstance(current.task_context, WorkerTaskContext)
     held = current.task_context.execution.task
     write(
         _journal, event=event, pid=os.getpid(), at=time.time(), task_id=str(current.id), token=held.fencing_token,
-        attempt=current.attempt, worker_id=held.worker_id, task=current.name,
+        attempt=current.attempt, worker_id=held.worker_id, task=current.name, queue=current.queue,
+        monotonic=time.monotonic(), started=current.started,
     )  # fmt: skip
 
 
 def _note_end(ended: str) -> None:
     """The exception that stops a task may land in here; there is one at most."""
     try:
-        _note(ended)
+        note(ended)
     except tasklib.TaskInterrupt:
-        _note(ended)
+        note(ended)
         raise
 
 
@@ -61,7 +62,7 @@ def journaled(function: Callable[..., None]) -> Callable[..., None]:
     def body(*args: Any, **kwargs: Any) -> None:
         ended = "raised"
         try:
-            _note("began")
+            note("began")
             function(*args, **kwargs)
             ended = "returned"
         finally:
@@ -77,11 +78,11 @@ def journaled_async(
     async def body(*args: Any, **kwargs: Any) -> None:
         ended = "raised"
         try:
-            _note("began")
+            note("began")
             await function(*args, **kwargs)
             ended = "returned"
         finally:
-            _note(ended)
+            note(ended)
 
     return body
 

@@ -183,6 +183,27 @@ def test_a_suspect_of_a_closed_queue_holds_nobody_up(
         assert wait_final(client, suspect).state == "completed"
 
 
+def test_idle_workers_hold_no_permits_and_come_to_rest(
+    client: tasklib.Client, config: tasklib.Config, conn: Conn, meter: Meter
+) -> None:
+    """They do not hand permits on to each other, nor stand in line for some."""
+
+    @tasklib.task
+    def job(n: int) -> None:
+        with meter.inside():
+            meter.release.wait(0.01)
+
+    set_queue(conn, '{"max_running": 2}')
+    with running(config, concurrency=4), running(config, concurrency=4), running(config, concurrency=4):
+        ids = client.submit_many([job.new(n) for n in range(60)])
+        for task_id in ids:
+            assert wait_final(client, task_id).state == "completed"
+        wait_until(lambda: conn.execute("select from tasklib.permits").fetchone() is None, "all permits to go back")
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            assert conn.execute("select from tasklib.permits").fetchone() is None
+
+
 # --- the database is slow, away, or locked ---
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tasklib.policies.queue_limit import GRANT_SECONDS, HUNGRY_SECONDS, UNUSED_SECONDS, PermitQuestion, QueueLimit
@@ -152,3 +154,29 @@ def test_permits_whose_answer_was_lost_are_asked_about_again() -> None:
     assert limit.permit_question(0.1, free_slots=10) == PermitQuestion(wants=0, keeps=0)
     limit.note_permits(PermitQuestion(0, 0), permits=0, target=0, now=0.1)
     assert limit.permit_question(0.2, free_slots=10) is None
+
+
+def test_a_ring_alone_is_no_reason_to_ask_for_permits() -> None:
+    """Workers ring when they give permits back. If that made others ask, idle workers would never come to rest."""
+    limit = capped()
+    limit.hear_ring()
+    assert limit.permit_question(0.0, free_slots=10) is None
+    busy = capped(own=1, executing=1)
+    busy.ask_at = 100.0
+    busy.hear_ring()
+    assert busy.permit_question(0.0, free_slots=9) == PermitQuestion(wants=10, keeps=1)
+
+
+def test_a_worker_that_wants_no_more_takes_its_wish_back() -> None:
+    """While it is noted as hungry, all others get no more than their share."""
+    limit = capped(waiting=4)
+    question = limit.permit_question(0.0, free_slots=10)
+    assert question is not None
+    limit.note_permits(question, permits=0, target=0, now=0.0)
+    limit.waiting = 0
+    assert limit.seconds_left(0.0) <= UNUSED_SECONDS
+    assert limit.permit_question(0.01, free_slots=10) is None
+    assert limit.permit_question(0.01 + UNUSED_SECONDS, free_slots=10) == PermitQuestion(wants=0, keeps=0)
+    limit.note_permits(PermitQuestion(0, 0), permits=0, target=0, now=0.1)
+    assert limit.permit_question(100.0, free_slots=10) is None
+    assert limit.seconds_left(100.0) == math.inf
