@@ -20,7 +20,8 @@ on_crash, timeout_seconds,
 case when claimed_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then claimed_at
      else clock_timestamp() end as claimed_at,
 case when started_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then started_at end as started_at,
-expires_at, case when cancel_asked_at is not null then clock_timestamp() end as cancel_asked_at, deadline_at
+expires_at, case when cancel_asked_at is not null then clock_timestamp() end as cancel_asked_at,
+case when deadline_at between '0001-01-02 00:00:00+00' and '9999-12-30 00:00:00+00' then deadline_at end as deadline_at
 
 
 -- What the UPDATE of a claim returns. The list begins with the columns that `noted` reads, because a row is taken apart only

@@ -151,7 +151,7 @@ alter table tasklib.tasks
 -- The bounds that a domain would give it, in the CHECK that bounds the other times: one more CHECK would be read and compiled for
 -- each statement, 3 us of a submit. Not valid, so that no row is read.
 alter table tasklib.tasks
-    drop constraint tasks_times_in_calendar,
+    drop constraint if exists tasks_times_in_calendar,
     add constraint tasks_times_in_calendar check (
         least(started_at, completed_at, claimed_at, locked_until, cancel_asked_at, resolved_at, deadline_at)
             >= '0001-01-02 00:00:00+00'
