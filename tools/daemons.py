@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasklib_daemon import control
-from tools.waiting import START_SECONDS, wait_until
+from tools.waiting import START_SECONDS, WAIT_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -92,7 +92,7 @@ class Daemon:
         wanted = values | ({} if event is None else {"event": event})
         return [line for line in self._parsed() if all(line.get(key) == value for key, value in wanted.items())]
 
-    def wait_for(self, event: str, *, times: int = 1, seconds: float = 20.0, **values: Any) -> Line:
+    def wait_for(self, event: str, *, times: int = 1, seconds: float = WAIT_SECONDS, **values: Any) -> Line:
         """The last of so many lines; they may be there already."""
         try:
             wait_until(lambda: self._is_over() or len(self.lines(event, **values)) >= times, event, seconds=seconds)
@@ -112,14 +112,14 @@ class Daemon:
 
     # --- its end ---
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = WAIT_SECONDS) -> int:
         """Its exit code."""
         try:
             return self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds:g} s:\n{self.tail()}") from None
 
-    def stop(self, seconds: float = 20.0) -> int:
+    def stop(self, seconds: float = WAIT_SECONDS) -> int:
         """As an operator would. Its exit code."""
         if self.popen.poll() is None:
             self.signal(signal.SIGTERM)

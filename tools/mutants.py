@@ -96,7 +96,7 @@ def check_that_the_copy_is_tested(tree: Path) -> None:
 
 
 def variables_of(tree: Path) -> dict[str, str]:
-    return {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'daemon'}"}
+    return {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'daemon'}", "TASKLIB_TEST_WAIT_SECONDS": "20"}
 
 
 def run_pytest(test: str, tree: Path, output: Path, variables: dict[str, str]) -> None:

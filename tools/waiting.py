@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
 
 # For a program to start, which on a busy machine takes many times as long. Nothing else would come to pass meanwhile.
 START_SECONDS = 90.0
+# For anything else. It only bounds a hang: a busy machine has to come to it by then. Mutants hang on purpose, and have less.
+WAIT_SECONDS = float(os.environ.get("TASKLIB_TEST_WAIT_SECONDS", "60"))
 
 
-def wait_until(is_so: Callable[[], bool], what: str = "the condition", *, seconds: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], bool], what: str = "the condition", *, seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"

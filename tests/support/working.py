@@ -19,7 +19,7 @@ from tasklib.outcomes import Completed, Rules, decide
 from tasklib.runtime.session import Session
 from tasklib.sql import queries
 from tasklib.statements import Completions, Started, WorkerDescription, WorkerStatements, settlement_json
-from tools.waiting import START_SECONDS, wait_until
+from tools.waiting import START_SECONDS, WAIT_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def get(client: tasklib.Client, task_id: UUID) -> tasklib.Task:
     return task
 
 
-def wait_final(client: tasklib.Client, task_id: UUID, *, seconds: float = 20.0) -> tasklib.Task:
+def wait_final(client: tasklib.Client, task_id: UUID, *, seconds: float = WAIT_SECONDS) -> tasklib.Task:
     """The task, once nothing more will happen to it."""
     wait_until(lambda: tasklib.is_final(get(client, task_id)), f"task {task_id} to be final", seconds=seconds)
     return get(client, task_id)
