@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # For a program to start, which on a busy machine takes many times as long. Nothing else would come to pass meanwhile.
 START_SECONDS = 90.0
-# For anything else. It only bounds a hang: even a busy machine gets there by then. Mutants hang on purpose, and get less.
+# For anything else. It only bounds a hang: even a busy machine gets there by then. Mutants hang on purpose.
 WAIT_SECONDS = float(os.environ.get("TASKLIB_TEST_WAIT_SECONDS", "60"))
 
 
