@@ -393,8 +393,9 @@ def judge(drive: Drive) -> None:
 def judge_use(drive: Drive, capped: Sequence[Body]) -> None:
     shares = []
     for since, until in drive.quiet:
-        backlogs = [number for at, number in drive.feeder.backlogs if since <= at <= until]
-        if backlogs and min(backlogs) >= LEAST_BACKLOG:
+        looks = [(at, number) for at, number in drive.feeder.backlogs if since <= at <= until]
+        is_fed = bool(looks) and looks[-1][0] > until - 1  # else all tasks had been submitted before its end
+        if is_fed and min(number for _, number in looks) >= LEAST_BACKLOG:
             shares.append(witness.used_share(capped, drive.options.quiet_cap, since, until))
     say(f"share of the cap that executed: {', '.join(f'{share:.3f}' for share in shares)}; {len(drive.quiet)} looks")
     average = sum(shares) / max(len(shares), 1)

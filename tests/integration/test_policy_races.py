@@ -155,6 +155,7 @@ def test_versions_are_committed_in_their_order(
     conn: Conn, other: Conn, holder: Conn, second: ThreadPoolExecutor
 ) -> None:
     """A worker that reads a version has seen all changes up to it. So a later change waits for an earlier one."""
+    set_queue(conn, '{"max_running": 4}')  # switches the feature on, which locks the row as well
     set_queue(holder, '{"max_running": 5}')
     later = blocked(conn, other, second, lambda: set_queue(other, '{"max_running": 6}', "other"))
     before = one(conn, "select version from tasklib.policy")
@@ -186,6 +187,14 @@ def test_grants_that_share_an_entry_count_from_the_later_one(conn: Conn) -> None
     before = one(conn, "select clock_timestamp()")
     conn.execute("select tasklib.grant_starts('mail', 1)")
     assert one(conn, "select cardinality(at), taken[1], at[1] >= %s from tasklib.rates", before) == (1, 2, True)
+
+
+def test_a_clock_that_goes_back_forgets_no_start(conn: Conn) -> None:
+    """What was granted counts from now, also if the burst is there again."""
+    set_queue(conn, '{"rate_limit": 5, "rate_seconds": 60}')
+    conn.execute("select tasklib.grant_starts('mail', 5)")
+    conn.execute("update tasklib.rates set at = array[now() + interval '1 day'], full_at = 'epoch'")
+    assert one(conn, "select granted from tasklib.grant_starts('mail', 1)") == 0
 
 
 # --- breakers ---
