@@ -555,16 +555,9 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
     tasklib_queue.run_until_empty()
     tables = [name for (name,) in row.execute("select tablename from pg_tables where schemaname = 'tasklib'")]
     known = [
-        "attempts",
-        "claims",
-        "elections",
-        "schema_migrations",
-        "task_functions",
-        "task_rollups",
-        "tasks",
-        "worker_states",
-        "workers",
-    ]
+        "attempts", "breakers", "claims", "elections", "permits", "policy", "queues", "rates", "schema_migrations",
+        "task_functions", "task_rollups", "task_transitions", "tasks", "worker_states", "workers",
+    ]  # fmt: skip
     assert sorted(tables) == known
     row.execute("insert into tasklib.tasks (name, state, worker_id, locked_until) values ('a', 'running', 'w', now())")
     row.execute(
@@ -580,6 +573,9 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
         "insert into tasklib.worker_states (worker_id, hostname, pid, processes, tasks_running, tasks_claimed,"
         " recovery_config) values ('w', 'h', 1, 1, 0, 0, '{}')"
     )
+    row.execute("insert into tasklib.breakers (queue) values ('q'); insert into tasklib.rates (queue) values ('q')")
+    row.execute("insert into tasklib.permits (queue, worker_id, permits, wanted) values ('q', 'w', 1, 1)")
+    row.execute("select tasklib.pause_queue('q')")
 
     def filled() -> set[str]:
         counted = [(name, row.execute(literal(f"select count(*) from tasklib.{name}")).fetchone()) for name in tables]
@@ -587,7 +583,10 @@ def test_every_table_is_emptied(tasklib_queue: Queue, row: Conn) -> None:
 
     assert filled() == set(tables)
     tasklib_queue.empty()
-    assert filled() == {"schema_migrations"}
+    assert filled() == {"policy", "schema_migrations"}
+    row.execute("select tasklib.set_cluster('{\"cluster_wide_cap\": 1}')")
+    tasklib_queue.empty()
+    assert row.execute("select cluster_wide_cap, features from tasklib.policy").fetchone() == (None, [])
 
 
 def test_a_block_is_one_test(tasklib_database: tasklib.Config) -> None:
