@@ -40,11 +40,13 @@ TABLE_RIGHTS = {
     "permits": ("select", "insert", "update", "delete"),
     "rates": ("select", "insert", "update"),
     "breakers": ("select", "insert", "update"),
+    "task_transitions": ("select", "insert", "delete"),
     "schema_migrations": ("select",),
 }
 FUNCTION_RIGHTS = (
     "submit", "submit_many", "cancel", "retry", "promote", "expire", "ring", "ring_all", "queue_statistics",
     "task_statistics", "backlog", "permit", "forget_permits", "grant_starts", "report_breaker",
+    "pause_queue", "note_transition", "caller", "ended_late",
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ select min(retention_days) * 86400 from tasklib.queues;
 
 
 -- Deletes rows of the audit that are older than $1 seconds, the oldest first, at most $2 of them. Answers how many.
+-- No row is locked first: that would take the right to change the audit.
 -- name: prune_transitions
 with gone as (
     delete from tasklib.task_transitions
@@ -67,8 +68,7 @@ with gone as (
          select id from tasklib.task_transitions
           where at < (select clock_timestamp() - $1::double precision * interval '1 second')
           order by at
-          limit (select $2::integer)
-          for update skip locked))
+          limit (select $2::integer)))
     returning 1
 )
 select count(*) from gone;

@@ -58,7 +58,7 @@ select version, name, phase, checksum, revision from tasklib.schema_migrations o
 
 -- The indexes in the schema, and whether they are of use. An index that is being built is invalid until its end.
 -- name: indexes
-select index.relname::text, pg_index.indisvalid and pg_index.indisready
+select index.relname::pg_catalog.text, pg_index.indisvalid and pg_index.indisready
   from pg_catalog.pg_index
   join pg_catalog.pg_class as index on index.oid operator(pg_catalog.=) pg_index.indexrelid
   join pg_catalog.pg_namespace as namespace on namespace.oid operator(pg_catalog.=) index.relnamespace
@@ -68,10 +68,10 @@ select index.relname::text, pg_index.indisvalid and pg_index.indisready
 -- Who held a table of the schema for the whole time that a migration waited for it. Other roles' times are hidden from a role
 -- without pg_read_all_stats, and a prepared transaction has no process.
 -- name: blockers
-select lock.pid, activity.usename::text, activity.application_name, activity.state,
+select lock.pid, activity.usename::pg_catalog.text, activity.application_name, activity.state,
        extract(epoch from clock_timestamp() - activity.xact_start)::double precision,
-       date_trunc('second', activity.query_start)::text,
-       string_agg(distinct class.relname::text, ', ' order by class.relname::text)
+       date_trunc('second', activity.query_start)::pg_catalog.text,
+       string_agg(distinct class.relname::pg_catalog.text, ', ' order by class.relname::pg_catalog.text)
   from pg_locks as lock
   join pg_class as class on class.oid = lock.relation and class.relkind in ('r', 'v')
   join pg_namespace as namespace on namespace.oid = class.relnamespace and namespace.nspname = $1

@@ -60,7 +60,7 @@ print(*sorted(set(sys.modules) - before))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = set(run.stdout.split())
-    assert own(imported) == {"tasklib.migrate"}
+    assert own(imported) == {"tasklib.migrate", "tasklib.index_builds"}
     assert packages(imported) <= {"tasklib", "argparse", "gettext", "locale", "psycopg", "psycopg_binary"}
     loaded = modules_after(code)
     assert not packages(loaded) & {"structlog", "rich", "typer", "prometheus_client"}
