@@ -379,7 +379,9 @@ def test_rows_beyond_the_bounds_are_brought_to_them(new_database: NewDatabase, m
         ((definition,),) = conn.execute(DEFINITIONS, [["tasks_times_in_calendar"]]).fetchall()  # by a later migration
         conn.execute("alter table tasklib.tasks drop constraint tasks_times_in_calendar")
         poison(conn, [*KINDS], count=20)
-        conn.execute("update tasklib.tasks set deadline_at = null where deadline_at is not null")  # there were none then
+        conn.execute(
+            "update tasklib.tasks set deadline_at = null where deadline_at is not null"
+        )  # there were none then
         count = conn.execute("select count(*) from tasklib.tasks").fetchone()
         conn.execute("insert into tasklib.elections values ('duties', 'x', 9223372036854775807, now())")
         conn.execute(
