@@ -13,7 +13,7 @@
 -- function audit() returns trigger security definer search_path=pg_catalog, pg_temp 5ad079f28b29b5596d1e18e08781c493
 -- function backlog(queues text[] DEFAULT NULL::text[], most bigint DEFAULT 10000) returns bigint security definer search_path=pg_catalog, pg_temp enable_seqscan=off enable_bitmapscan=off enable_hashjoin=off enable_mergejoin=off max_parallel_workers_per_gather=0 jit=off 9634a6d26dfa587ce75f27230a86d2a4
 -- function caller() returns name for public ad9fb0d65709c506d7eadeb7a2633439
--- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public 8b403b4d805d45c5476c8912ce295167
+-- function cancel(task_id uuid, reason text DEFAULT NULL::text) returns text search_path=pg_catalog, pg_temp for public 34237043160d7dfbeffade1650963116
 -- function changed_keys(of jsonb, compared_with jsonb) returns jsonb search_path=pg_catalog, pg_temp for public 859a43edd215bca10309177aa4eb5f7e
 -- function ended_late(expires_at timestamp with time zone, deadline_at timestamp with time zone, last_error text) returns TABLE(state text, error_code text, error text) search_path=pg_catalog, pg_temp for public 39ceaf5e2ef7f331fa1b898e8d47c0f9
 -- function ensure_task_queue(name text) returns tasklib.queues search_path=pg_catalog, pg_temp dc0a0317ce957dc58633328f9e031dc5

@@ -29,7 +29,7 @@ begin
            error = case when reason <> '' then 'Cancelled: ' || reason
                         when cancel_asked_at is not null and error_code = 'CANCELLED' then error
                         else 'Cancelled: on request' end
-     where id = task_id and completed_at is null
+     where id = task_id
     returning state, queue into after, cancelled_queue;
     perform tasklib.note_transition(
         'cancel', task_id, cancelled_queue, jsonb_build_object('state', before), jsonb_build_object('state', after), reason);
