@@ -138,7 +138,9 @@ def earlier(revision: str, number: int = 1) -> System:
     if not root.exists():
         archive = subprocess.run([*git, "archive", "--format=tar", commit], check=True, capture_output=True)  # noqa: S603
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-            tar.extractall(root, filter="data")
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+                tar.extraction_filter = tarfile.data_filter
+            tar.extractall(root)  # noqa: S202 - our own archive
     name = commit if number == 1 else f"{commit}-{number}"
     return dataclasses.replace(TASKLIB, name=name, root=root, driver=TASKLIB.name)
 
